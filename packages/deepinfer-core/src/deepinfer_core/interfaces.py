@@ -1,0 +1,899 @@
+"""What core asks of the packages around it.
+
+Leaves satisfy these Protocols by shape and never import core.
+
+    KernelBackend, DeviceRuntime     entry points `deepinfer.kernels`   cpu | cuda | npu
+    VerifyPlanner, Acceptor, Calibration       `deepinfer.verifier`     dspark
+    PlacementPlanner                           `deepinfer.planner`      eplb
+    Recipe, TokenConstraint                    `deepinfer.recipe`       deepseek_v4 | deepseek_v41
+
+This module is long because it is the one place where a contract is written; it holds no code that
+runs.
+
+Letters in shapes: B rows of a step laid end to end, R sequences of it, D hidden size, S residual
+streams, H heads, d head size, E experts, k experts a token, V vocabulary, W window, K entries kept
+by an index source. `act` is `KernelBackend.activation_dtype`: float32 in the modes `ideal` and
+`cache`, bfloat16 in `release`.
+
+Rules that hold for every op unless its text says otherwise
+- Tensors are on the backend's device and contiguous in their last dimension. B == 0 works and
+  launches nothing.
+- A row of padding has `rows.sequence == -1`. What an op returns for it is unspecified but finite;
+  it writes nothing.
+- Nothing is modified but tensors whose text says "written". Results never alias inputs.
+- With `strict`, the result of a row has the same bits whatever other rows, chunk borders or padding
+  the step has.
+- In mode `ideal` on float32 inputs every op but those of caches in packed formats is
+  differentiable.
+- A tensor outside its contract raises an error that names it; unsupported modes are told by
+  `supports` beforehand.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+__all__ = [
+    "Acceptance",
+    "Acceptor",
+    "BlockStore",
+    "Calibration",
+    "Carry",
+    "CompressorState",
+    "DeviceRuntime",
+    "Event",
+    "ExpertWeights",
+    "Graph",
+    "KernelBackend",
+    "Matrix",
+    "MemoryInfo",
+    "Placement",
+    "PlacementPlanner",
+    "Queue",
+    "Recipe",
+    "ReplyDecoder",
+    "Rows",
+    "SampleInputs",
+    "SampleOutput",
+    "Selection",
+    "TokenConstraint",
+    "VerifyBudget",
+    "VerifyPlanner",
+    "WindowStore",
+]
+
+
+# Values that ops take and return
+
+
+class Matrix(Protocol):
+    """A weight `[out, in]` as stored.
+
+    A backend's `prepare` may replace it by its own layout of the same values.
+    """
+
+    @property
+    def payload(self) -> Tensor:
+        """The values, in the dtype of their `format`.
+
+        bfloat16 or float32 [out, in]; float8_e4m3fn [out, in]; or uint8 [out, in/2], low nibble =
+        even column.
+        """
+
+    @property
+    def scale(self) -> Tensor | None:
+        """UE8M0 exponent bytes, uint8.
+
+        [ceil(out/32), ceil(in/32)] for fp8 tiles, [out, in/32] for fp4 rows.
+        """
+
+    @property
+    def format(self) -> str:
+        """`plain`, `fp8_tile` or `fp4_row`.
+
+        The Engram table is `fp8_row`: one scale for a row's 32 channels.
+        """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), unpacked."""
+
+
+class ExpertWeights(Protocol):
+    """Experts of one layer on this rank, stacked along their physical slot."""
+
+    @property
+    def w1(self) -> Matrix:
+        """Gate projection; payload [slots, intermediate, ...]."""
+
+    @property
+    def w3(self) -> Matrix:
+        """Up projection; payload [slots, intermediate, ...]."""
+
+    @property
+    def w2(self) -> Matrix:
+        """Down projection; payload [slots, D, ...]."""
+
+
+class Rows(Protocol):
+    """The marker of a flattened step (`dspark.md` 6).
+
+    It says which sequence a row belongs to and what it may see.
+    """
+
+    @property
+    def positions(self) -> Tensor:
+        """[B] int64, absolute; 0 for padding."""
+
+    @property
+    def sequence(self) -> Tensor:
+        """[B] int64, index of the row's sequence in this step; -1 is padding."""
+
+    @property
+    def slots(self) -> Tensor:
+        """[B] int64, slot of the row's sequence; padding names the scratch slot, the last one."""
+
+    @property
+    def row_start(self) -> Tensor:
+        """[R + 1] int64: first key of each sequence.
+
+        Keys of sequence s are rows row_start[s] .. row_start[s+1] - 1, at consecutive positions.
+        Where a layer computes keys for all rows but queries for some, this one and `first_position`
+        describe the keys' rows.
+        """
+
+    @property
+    def first_position(self) -> Tensor:
+        """[R] int64, position of each sequence's first key of this step."""
+
+    @property
+    def sequence_slots(self) -> Tensor:
+        """[R] int64, slot of each sequence."""
+
+    @property
+    def window_first(self) -> Tensor:
+        """[B] int64, first position the row's window covers; may be negative."""
+
+    @property
+    def window_last(self) -> Tensor:
+        """[B] int64, last position it covers; beyond the row itself only inside a draft block."""
+
+    @property
+    def window_floor(self) -> Tensor:
+        """[B] int64, positions below this are not visible in windows.
+
+        It is the start of the sequence, of a replay or of the tail.
+        """
+
+    @property
+    def window_len(self) -> int:
+        """Host-side bound of `window_last - window_first + 1`; equal in every step of one kind."""
+
+    @property
+    def writes(self) -> Tensor:
+        """[B] bool: may write blocks and compressor state. False for padding and replayed rows."""
+
+    @property
+    def is_image(self) -> Tensor | None:
+        """[B] bool, or None when no row lies inside an image span."""
+
+
+class WindowStore(Protocol):
+    """Window rings of one layer: entry of position p lies at `data[slot, p % ring_len]`."""
+
+    @property
+    def data(self) -> Tensor:
+        """[slots + 1, ring_len, width] in the backend's window format; the last slot is scratch."""
+
+
+class BlockStore(Protocol):
+    """Block KV of one source layer in one pool.
+
+    Entry j of a slot covers tokens j*ratio .. j*ratio + ratio - 1.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """[blocks + 1, entries a block, width] in the backend's format.
+
+        The last block is scratch.
+        """
+
+    @property
+    def table(self) -> Tensor:
+        """[slots + 1, max blocks] int32: block ids of each slot in order.
+
+        Shared by all layers of a pool.
+        """
+
+    @property
+    def ratio(self) -> int:
+        """Tokens an entry stands for."""
+
+
+class CompressorState(Protocol):
+    """Unfinished groups of one ratio-2 source: inputs of position p lie at `data[slot, p % depth]`.
+
+    The depth covers a group and the drafts of a step, so that refused drafts are undone by
+    arithmetic alone.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """[slots + 1, depth, 2, d] float32: projected value and gate."""
+
+
+class Selection(Protocol):
+    """What an index source chose for each row."""
+
+    @property
+    def picks(self) -> Tensor:
+        """[B, K] int32 entry numbers, ascending, -1 behind the last one."""
+
+    @property
+    def candidates(self) -> Tensor | None:
+        """[B, blocks] int32 candidate blocks, ascending, -1 behind the last.
+
+        None unless published.
+        """
+
+
+class SampleInputs(Protocol):
+    """Settings of N sampled rows; tensors of N items, or None when no row uses the filter."""
+
+    @property
+    def seeds(self) -> Tensor:
+        """[N, 2] int64: low and high 32 bits of the seed."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[N] int64: index in its sequence of the token being produced."""
+
+    @property
+    def temperature(self) -> Tensor:
+        """[N] float32; 0 is greedy."""
+
+    @property
+    def top_k(self) -> Tensor | None:
+        """[N] int64; 0 keeps all."""
+
+    @property
+    def top_p(self) -> Tensor | None:
+        """[N] float32."""
+
+    @property
+    def min_p(self) -> Tensor | None:
+        """[N] float32."""
+
+    @property
+    def penalties(self) -> Tensor | None:
+        """[N, 3] float32: repetition, frequency, presence."""
+
+    @property
+    def prompt_seen(self) -> Tensor | None:
+        """[N, V] bool: token occurs in the prompt. Set whenever `penalties` is."""
+
+    @property
+    def output_counts(self) -> Tensor | None:
+        """[N, V] int32: times a token occurs in the output so far."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[N, V] float32 added to the logits."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """[N, ceil(V / 32)] int32 bit mask, bit v%32 of word v//32 set when token v is allowed."""
+
+
+class SampleOutput(Protocol):
+    """Result of `sample`."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[N] int64."""
+
+    @property
+    def status(self) -> Tensor:
+        """[N] int32: 0 right, 1 no finite logit (the token is 0)."""
+
+
+class Carry(Protocol):
+    """What a step leaves on the device for the next one (`scheduler.md` 6).
+
+    A row for each of its sequences.
+    """
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R, 1 + drafts] int64: the token to feed next and its drafts."""
+
+    @property
+    def start(self) -> Tensor:
+        """[R] int64: committed length, the position of that token."""
+
+    @property
+    def tag(self) -> Tensor:
+        """[R] int64: uid of the sequence."""
+
+
+# Device
+
+
+class Event(Protocol):
+    """A point in a queue."""
+
+    def done(self) -> bool:
+        """Whether the queue has passed the point. Never waits."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block the host until the queue has passed it; TimeoutError after `timeout_s` seconds."""
+
+
+class Queue(Protocol):
+    """Device work in order. Three exist: `forward`, `copy_in`, `copy_out`."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queue the device work that `work` issues; may return before it ran.
+
+        Its error surfaces at the next wait.
+        """
+
+    def record(self) -> Event:
+        """Return an event behind everything submitted so far."""
+
+    def wait_for(self, event: Event) -> None:
+        """Make later work of this queue wait for `event`; the host does not wait."""
+
+
+class Graph(Protocol):
+    """Captured work with fixed addresses and shapes."""
+
+    def replay(self) -> None:
+        """Submit the captured work once more."""
+
+
+class MemoryInfo(Protocol):
+    """Bytes of device memory."""
+
+    @property
+    def total(self) -> int:
+        """All there is."""
+
+    @property
+    def free(self) -> int:
+        """Not in use by anyone."""
+
+
+class DeviceRuntime(Protocol):
+    """The queues, events, buffers and graphs of one device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this backend live."""
+
+    def queue(self, name: str) -> Queue:
+        """Return the queue of that name, the same object every time."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a host buffer that copies without blocking.
+
+        Its address stays valid while it is referenced.
+        """
+
+    def capture(self, queue: Queue, work: Callable[[], None]) -> Graph | None:
+        """Capture `work`, or return None where the device has no graphs.
+
+        The caller then runs it eagerly.
+        """
+
+    def memory(self) -> MemoryInfo:
+        """Return what the device has and what is free."""
+
+    def synchronize(self) -> None:
+        """Wait for every queue (start-up, Flush and tests only)."""
+
+
+# Kernels
+
+
+@runtime_checkable
+class KernelBackend(Protocol):
+    """All ops of the model for one kind of device, in one numerics mode.
+
+    `numerics`: `ideal` (float32, nothing rounded), `cache` (caches and index operands rounded to
+    their stored formats), `release` (also bfloat16 and fp8 activations). Rounding is inside the
+    ops: the model's code is the same.
+    """
+
+    @property
+    def name(self) -> str:
+        """`cpu`, `cuda` or `npu`."""
+
+    @property
+    def numerics(self) -> str:
+        """`ideal`, `cache` or `release`."""
+
+    @property
+    def strict(self) -> bool:
+        """Whether ops promise rows that do not depend on other rows."""
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """`act` of the shapes."""
+
+    @property
+    def block_multiple(self) -> int:
+        """`block_size` must be a multiple of this (tokens)."""
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        """Queues, events and memory of the device."""
+
+    @staticmethod
+    def why_unavailable() -> str | None:
+        """Return None when the backend can run here, else one sentence on what is missing.
+
+        Cheap.
+        """
+
+    def supports(self, capability: str) -> bool:
+        """Whether the backend has a mode or format.
+
+        A numerics mode, `strict`, `graphs`, `autograd`, `collectives`.
+        """
+
+    def with_strict(self, strict: bool) -> KernelBackend:
+        """Return the same backend with strict kernels on or off; weights and caches are shared."""
+
+    def prepare(self, matrix: Matrix) -> Matrix:
+        """Return the matrix on this device in the layout its ops want.
+
+        Called once, when a weight is loaded.
+        """
+
+    def entry_format(self, kind: str, width: int) -> tuple[int, torch.dtype]:
+        """Return (last dimension, dtype) of stored entries of `width` channels.
+
+        Args:
+            kind: `window` (fp8, groups of 32), `compressed` (E2M1, groups of 16) or `index` (E2M1,
+                groups of 32).
+            width: channels, such as 512 for `window`: 528 bytes, uint8, in the packed modes; 512
+                float32 in `ideal`.
+        """
+
+    # linear
+
+    def embed(self, token_ids: Tensor, table: Matrix) -> Tensor:
+        """Return rows of the embedding table: token_ids [B] int64, table [V, D] -> [B, D] act."""
+
+    def linear(self, x: Tensor, weight: Matrix) -> Tensor:
+        """Return `x @ weight^T`: x [B, in] act -> [B, out] act.
+
+        In `release` the input of a quantised weight is first rounded to fp8 with a power-of-two
+        scale for each row and 32 channels; products are summed in float32; the output is rounded
+        once.
+        """
+
+    def linear_float32(self, x: Tensor, weight: Matrix) -> Tensor:
+        """Return `x @ weight^T` from up-cast operands, unrounded: x [B, in] -> [B, out] float32.
+
+        For the router, ratio-2 compressors, the head, Markov and confidence heads.
+        """
+
+    def grouped_linear(self, x: Tensor, weight: Matrix) -> Tensor:
+        """Apply one block of rows of the weight to each group of inputs.
+
+        x [B, G, in] act, weight [G * out, in] -> [B, G * out] act. The input is not rounded
+        (attention's `wo_a`).
+        """
+
+    # norms and residual streams
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Return `x * rsqrt(mean(x^2) + eps) * weight` over the last dimension.
+
+        Computed in float32; dtype of x.
+        """
+
+    def mhc_mix(
+        self,
+        streams: Tensor,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        *,
+        norm_eps: float,
+        eps: float,
+        iterations: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the coefficients of a hyper-connection (`model-v41.md` 3.1), all float32.
+
+        Args:
+            streams: [B, S, D] act. fn: [S*(2+S), S*D] float32. scale: [3]. base: [S*(2+S)].
+            norm_eps: of the weightless norm over all streams.
+            eps: `hc_eps`. iterations: Sinkhorn column passes.
+        Returns:
+            pre [B, S], post [B, S], comb [B, S, S] with comb[source, destination].
+        """
+
+    def mhc_collapse(self, coefficient: Tensor, streams: Tensor) -> Tensor:
+        """Return `sum_s coefficient[s] * streams[s]`.
+
+        [B, S] float32, [B, S, D] act -> [B, D] act.
+        """
+
+    def mhc_merge(self, y: Tensor, post: Tensor, comb: Tensor, streams: Tensor) -> Tensor:
+        """Return new streams `[o] = post[o] * y + sum_i comb[i, o] * streams[i]`; [B, S, D] act."""
+
+    # attention
+
+    def rotate(
+        self, x: Tensor, positions: Tensor, inv_freq: Tensor, *, inverse: bool = False
+    ) -> Tensor:
+        """Turn the last 2n channels, as interleaved pairs, by `positions * inv_freq`.
+
+        x [B, ..., d] act; positions [B] int64; inv_freq [n] float32; the angle is a float32
+        product. Dtype of x.
+        """
+
+    def round_window(self, keys: Tensor) -> Tensor:
+        """Return keys [B, d] act as they read back from a window ring; act, identity in `ideal`."""
+
+    def write_window(self, store: WindowStore, keys: Tensor, rows: Rows) -> None:
+        """Write keys [B, d] act of the last `ring_len` rows of each sequence into their rings.
+
+        Written: store.data. Also for rows whose `writes` is False: replay exists to refill windows.
+        """
+
+    def pool_groups(
+        self, values: Tensor, gates: Tensor, state: CompressorState, rows: Rows
+    ) -> Tensor:
+        """Pool two tokens of a ratio-2 group by a softmax of their gates, for each channel.
+
+        Args:
+            values, gates: [B, d] float32 of each row.
+            state: inputs of earlier steps; written with those of this step (rows whose `writes` is
+                True).
+        Returns:
+            [B, d] float32; rows at odd positions hold the pooled latent of their group, others
+            zero.
+        """
+
+    def write_entries(self, store: BlockStore, entries: Tensor, rows: Rows, kind: str) -> None:
+        """Round entries [B, d] act to format `kind`; store those of rows that complete a group.
+
+        Row at position p completes group (p + 1) // ratio - 1 when ratio divides p + 1 (written:
+        store.data).
+        """
+
+    def round_index(self, x: Tensor) -> Tensor:
+        """Return index queries [B, H, d] act rounded to the index format; identity in `ideal`."""
+
+    def index_select(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        keys: BlockStore,
+        rows: Rows,
+        *,
+        top_k: int,
+        candidates: Tensor | None,
+        candidate_block: int,
+        publish: int,
+    ) -> Selection:
+        """Score visible entries and keep the best (`model-v41.md` 6).
+
+        score[j] = sum_h weights[h] * max(0, queries[h] . keys[j]); entry j is visible to a row at p
+        when j < (p + 1) // ratio. Equal scores: the lower entry wins.
+
+        Args:
+            queries: [B, H, d] act, rounded. weights: [B, H] act.
+            top_k: entries kept. candidates: [B, n] int32, or None for all visible ones.
+            candidate_block: entries a candidate block spans.
+            publish: candidate blocks to publish (0: none); the block of the newest visible entry is
+                always one.
+        """
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        window: WindowStore,
+        rows: Rows,
+        sink: Tensor,
+        *,
+        scale: float,
+        entries: BlockStore | None = None,
+        picks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the window and to picked block entries; key and value are the same vector.
+
+        Window positions of a row run from `window_first` to `window_last`, those at or above the
+        sequence's `first_position` come from `keys` (this step's rows), older ones from the ring;
+        none below `window_floor`. The softmax's denominator gets `exp(sink[h])` besides. A row that
+        sees nothing yields zero.
+
+        Args:
+            queries: [B, H, d] act. keys: [B, d] act, as `round_window` returns them.
+            sink: [H] float32.
+            entries, picks: block entries and [B, K] int32 of `index_select`; None for window-only
+                layers.
+        Returns:
+            [B, H, d] act, not yet rotated back.
+        """
+
+    # experts
+
+    def route(
+        self, x: Tensor, gate: Matrix, bias: Tensor, *, top_k: int, temperature: float, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Choose experts: ids [B, k] int32, best biased score first, and their weights.
+
+        The weights are [B, k] float32.
+        bias: [E] or, for rows with their own bias, [B, E], float32. Equal scores: the lower id
+        wins.
+        """
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, *, limit: float
+    ) -> Tensor:
+        """Return the sum over chosen experts in top-k order, unrounded: [B, D] float32.
+
+        ids: [B, k] int32 physical slots of this rank, -1 where the expert is elsewhere or the row
+        is padding. Gate clamped above at `limit`, up to +-limit; the routing weight enters before
+        `w2`.
+        """
+
+    def shared_expert(
+        self, x: Tensor, w1: Matrix, w3: Matrix, w2: Matrix, *, limit: float
+    ) -> Tensor:
+        """Return the expert every row passes, without weight: [B, D] act."""
+
+    # Engram
+
+    def engram_rows(
+        self,
+        folded: Tensor,
+        history: Tensor,
+        rows: Rows,
+        pad_id: int,
+        multipliers: Tensor,
+        primes: Tensor,
+    ) -> Tensor:
+        """Return the table rows of each row's n-grams, for all Engram layers at once.
+
+        The layers share one history.
+
+        Args:
+            folded: [B] int64 folded ids, -1 at image positions.
+            history: [slots + 1, depth] int64, folded id of position p at p % depth; written,
+                by replayed rows too.
+            pad_id: folded pad id. multipliers: [layers, n] int64.
+            primes: [layers, n - 1, heads] int64.
+        Returns:
+            [layers, B, (n - 1) * heads] int64, offsets of the columns included.
+        """
+
+    def engram_read(self, table: Matrix, row_ids: Tensor) -> Tensor:
+        """Gather and widen table rows: [B, c] int64 -> [B, c * width] act.
+
+        The table may lie in host memory.
+        """
+
+    def engram_gate(
+        self,
+        streams: Tensor,
+        kv: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        eps: float,
+        is_image: Tensor | None,
+    ) -> Tensor:
+        """Add the gated value to each stream (`model-v41.md` 9.4).
+
+        kv [B, (S + 1) * D] -> new streams [B, S, D].
+        """
+
+    # sampling
+
+    def sample(self, logits: Tensor, inputs: SampleInputs) -> SampleOutput:
+        """Choose one token a row (`scheduler.md` 11).
+
+        Filters, Philox noise by token id, argmax, lower id on ties.
+        logits: [N, V] float32, not modified.
+        """
+
+    def logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities of raw logits.
+
+        Those of token_ids [N] -> [N], and the best [N, num_top] ids and values.
+        """
+
+    # step plumbing
+
+    def expand_rows(self, num_rows: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """Lay sequences end to end and name the place of each row.
+
+        num_rows, start [R] int64 -> (sequence, positions) [total] int64, padding -1, 0.
+        """
+
+    def correct_inputs(
+        self, tokens: Tensor, start: Tensor, tag: Tensor, remap: Tensor, carry: Carry | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Replace host values by the carry of the previous step where `remap[s] >= 0`.
+
+        tokens [R, n] int64, start [R], tag [R] int64 uids, remap [R] int64 -> corrected tokens,
+        start and status [R] int32 (2 where the carry's tag differs; such a row gets token 0).
+        Source: `scheduler.md` 6.
+        """
+
+
+# Verification of drafts
+
+
+class VerifyBudget(Protocol):
+    """How many drafts a step verifies."""
+
+    @property
+    def total(self) -> int:
+        """Drafts of all requests together."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step, the requests' own included, after rounding to a graph size."""
+
+
+class VerifyPlanner(Protocol):
+    """Chooses verify lengths from survival probabilities (`dspark.md` 3)."""
+
+    def budget(self, survival: np.ndarray, known: np.ndarray, max_drafts: int) -> VerifyBudget:
+        """Return the budget from records two steps old.
+
+        survival: [R, g] float32, non-increasing in a row; known: [R] bool, False where a request
+        has no record.
+        """
+
+    def lengths(self, confidence: Tensor, total: int) -> Tensor:
+        """Return drafts to verify for each request.
+
+        confidence [R, g] float32 -> [R] int32 that sums to <= total.
+        Runs on the device; ties go to the smaller draft number, then to the smaller request.
+        """
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Take note of a measured step."""
+
+
+class Acceptance(Protocol):
+    """Outcome of verification."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[R, g + 1] int64: accepted drafts, the token after them, then -1."""
+
+    @property
+    def num_accepted(self) -> Tensor:
+        """[R] int32: accepted drafts, the token after them not counted."""
+
+
+class Acceptor(Protocol):
+    """Decides which drafts stand (`dspark.md` 5)."""
+
+    def accept(
+        self,
+        drafts: Tensor,
+        lengths: Tensor,
+        target: Tensor,
+        probabilities: tuple[Tensor, Tensor] | None,
+    ) -> Acceptance:
+        """Compare drafts with the target.
+
+        drafts [R, g] int64; lengths [R] int32; target [R, g + 1] int64, the target's own token at
+        each row; probabilities: (draft [R, g, V], target [R, g + 1, V]) float32, only for rejection
+        sampling.
+        """
+
+
+class Calibration(Protocol):
+    """Temperatures that make confidences honest (`dspark.md` 2)."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return calibrated confidences: logits [R, g] float32 before the sigmoid -> [R, g]."""
+
+
+# Placement of experts
+
+
+class Placement(Protocol):
+    """Where experts live."""
+
+    @property
+    def physical_to_logical(self) -> np.ndarray:
+        """[layers, ranks * slots] int32."""
+
+    def report(self, load: np.ndarray) -> str:
+        """Return a table for a terminal: what the placement gains under `load` [layers, E]."""
+
+
+class PlacementPlanner(Protocol):
+    """Plans where experts live (`eplb.md` 6). Pure: same arguments, same plan."""
+
+    def plan(
+        self,
+        loads: np.ndarray,
+        *,
+        ranks: int,
+        nodes: int,
+        slots_per_rank: int,
+        prev: np.ndarray | None = None,
+        history: np.ndarray | None = None,
+    ) -> Placement:
+        """Plan from token counts.
+
+        loads [layers, E], history [pieces, layers, E], prev [layers, ranks * slots].
+        """
+
+
+# Protocol of conversations
+
+
+class TokenConstraint(Protocol):
+    """A grammar's state for one request (`scheduler.md` 12)."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the grammar allows nothing but the end."""
+
+    def fill(self, mask_row: np.ndarray) -> None:
+        """Write the allowed tokens as a bit mask, int32 [ceil(V / 32)]."""
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Advance; return how many tokens were allowed.
+
+        A refused token leaves the state unchanged.
+        """
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
+
+
+class ReplyDecoder(Protocol):
+    """Turns ids into events, one result for every way of cutting them."""
+
+    def feed(self, token_id: int) -> None:
+        """Take the next id."""
+
+    def next_event(self) -> object:
+        """Return the next event, or a sentinel that says more ids are needed."""
+
+    def close(self, reason: str) -> object:
+        """End the reply; returns the last event, which says what was cut off."""
+
+
+class Recipe(Protocol):
+    """A checkpoint's conversation format.
+
+    The entry point's name is the `model_type` of `config.json`.
+    """
+
+    def encode(self, messages: Sequence[Mapping[str, object]], **options: object) -> Sequence[int]:
+        """Return the prompt's token ids of a conversation; text never becomes a control token."""
+
+    def decoder(self, **options: object) -> ReplyDecoder:
+        """Return a fresh decoder of one reply."""
+
+    def constraint(self, specification: Mapping[str, object]) -> TokenConstraint:
+        """Return a matcher for a structured-output request.
+
+        An unsupported keyword is an error that names it.
+        """
