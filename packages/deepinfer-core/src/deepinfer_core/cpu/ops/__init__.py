@@ -1,0 +1,1 @@
+"""Ops of the CPU backend in plain torch, one file a family."""
