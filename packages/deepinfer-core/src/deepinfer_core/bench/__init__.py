@@ -1,0 +1,1 @@
+"""Benchmarks behind `deepinfer bench`, and the random models they run on."""

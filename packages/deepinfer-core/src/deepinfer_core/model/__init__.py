@@ -1,0 +1,1 @@
+"""The model: its shapes, its weights on disk, and its forward pass."""
