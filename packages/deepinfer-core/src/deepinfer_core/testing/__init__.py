@@ -1,0 +1,1 @@
+"""Stand-ins for tests and benchmarks; nothing of the product imports them."""
