@@ -1,0 +1,16 @@
+"""Books of the device cache: blocks, block tables, slots. Integers only; tensors live elsewhere."""
+
+from deepinfer_core.cache.block_pool import BlockPool, BlockPools, BlockState, Owner, PoolExhausted
+from deepinfer_core.cache.block_table import BlockTable, num_blocks_for
+from deepinfer_core.cache.slots import SlotPool
+
+__all__ = [
+    "BlockPool",
+    "BlockPools",
+    "BlockState",
+    "BlockTable",
+    "Owner",
+    "PoolExhausted",
+    "SlotPool",
+    "num_blocks_for",
+]
