@@ -1,0 +1,46 @@
+"""`deepinfer plan-memory`: what fits, before any weight is read."""
+
+from __future__ import annotations
+
+from deepinfer_core.cli.options import (
+    BAD_OPTION,
+    fail,
+    print_table,
+    reports_errors,
+    with_engine_config,
+)
+from deepinfer_core.config import EngineConfig
+
+__all__ = ["plan_memory"]
+
+_ENGINE = (
+    "model",
+    "accelerator",
+    "numerics",
+    "block_size",
+    "num_blocks",
+    "cache_memory_gib",
+    "max_sequences",
+    "max_model_len",
+)
+
+
+@reports_errors
+@with_engine_config(_ENGINE)
+def plan_memory(*, config: EngineConfig) -> None:
+    """Show the memory of weights and caches, the longest context and the largest batch.
+
+    Reads the model's config.json only.
+    """
+    if config.model is None:
+        raise fail("`--model` is not set; give a model folder or a hub id.", BAD_OPTION)
+
+    from deepinfer_core.engine.memory import plan_memory as plan
+    from deepinfer_core.loader import find_backend
+    from deepinfer_core.model.config import ModelConfig
+    from deepinfer_core.model.hub import resolve_model
+
+    model = ModelConfig.from_folder(resolve_model(config.model))
+    backend = find_backend(config.accelerator, config.numerics)
+    title = f"{config.model} on `{backend.name}`, numerics {config.numerics}"
+    print_table(title, plan(model, config, backend).table())

@@ -1,0 +1,216 @@
+"""Options of the engine: one list, filled from a TOML file, then `DEEPINFER_*`, then flags."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from deepinfer_core.errors import ConfigError
+
+__all__ = ["ACCELERATORS", "ENV_PREFIX", "EngineConfig", "did_you_mean"]
+
+ENV_PREFIX = "DEEPINFER_"
+
+# The user's words for a backend -> its name in the entry-point group `deepinfer.kernels`.
+ACCELERATORS = {"cpu": "cpu", "nvidia": "cuda", "cuda": "cuda", "ascend": "npu", "npu": "npu"}
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):  # pydantic would read true as 1
+        raise ValueError("must be a number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool), Field(ge=1)]
+Size = Annotated[float, BeforeValidator(_not_bool), Field(gt=0, allow_inf_nan=False)]
+
+
+class EngineConfig(BaseModel):
+    """All options of the engine. A wrong value or an unknown name raises `ConfigError`.
+
+    The title of a field is the group it stands under in `--help`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str | None = Field(
+        None, title="Model", description="Model folder, or a hub id such as `owner/name`."
+    )
+    accelerator: str | None = Field(
+        None,
+        title="Model",
+        description="Kernel backend: cpu, nvidia or ascend. Default: the best that can run here.",
+        examples=["cpu|nvidia|ascend"],
+    )
+    numerics: Literal["ideal", "cache", "release"] = Field(
+        "release",
+        title="Model",
+        description="Rounding: ideal = float32, nothing rounded; cache = caches and index "
+        "operands in their stored formats; release = bfloat16 and fp8 activations too.",
+    )
+    determinism: Literal["strict", "normal"] = Field(
+        "normal",
+        title="Model",
+        description="Mode of requests that do not choose: strict = a result never depends on other "
+        "requests, chunking or preemption; normal may replay and use faster kernels.",
+    )
+    seed: Annotated[int, BeforeValidator(_not_bool), Field(ge=0, lt=2**64)] = Field(
+        0, title="Model", description="Seeds of requests that give none are derived from it."
+    )
+    block_size: Annotated[int, BeforeValidator(_not_bool), Field(ge=2)] = Field(
+        64, title="Memory", description="Tokens of a cache block; even."
+    )
+    num_blocks: Count | None = Field(
+        None, title="Memory", description="Blocks of each cache pool. Default: what memory allows."
+    )
+    cache_memory_gib: Size | None = Field(
+        None, title="Memory", description="GiB for the block caches. Default: what memory allows."
+    )
+    max_sequences: Count = Field(
+        16, title="Memory", description="Most sequences that run at a time; each has a cache slot."
+    )
+    max_model_len: Count | None = Field(
+        None,
+        title="Memory",
+        description="Longest prompt plus output, in tokens. Default: the model's.",
+    )
+    max_step_tokens: Count = Field(
+        512,
+        title="Scheduling",
+        description="Most tokens computed in one step; a longer prompt takes several.",
+    )
+    prefill_run_max: Count = Field(
+        2,
+        title="Scheduling",
+        description="Most prefill steps in a row while other sequences wait to decode.",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(
+        cls, data: Any, handler: ModelWrapValidatorHandler[EngineConfig], info: ValidationInfo
+    ) -> EngineConfig:
+        spelled: Mapping[str, str] = info.context or {}
+        try:
+            config = handler(data)
+        except ValidationError as error:
+            lines = [_sentence(cls, item, spelled) for item in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+        if config.num_blocks is not None and config.cache_memory_gib is not None:
+            raise ConfigError(
+                f"`num_blocks` is {config.num_blocks} and `cache_memory_gib` is "
+                f"{config.cache_memory_gib:g}, but both set the size of the caches. Set one."
+            )
+        return config
+
+    @field_validator("model")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("must be a folder or a hub id")
+        return value
+
+    @field_validator("accelerator")
+    @classmethod
+    def _backend_name(cls, value: str | None) -> str | None:
+        if value is not None and value not in ACCELERATORS:
+            raise ValueError("must be 'cpu', 'nvidia' or 'ascend'")
+        return None if value is None else ACCELERATORS[value]
+
+    @field_validator("block_size")
+    @classmethod
+    def _even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError("must be even: an entry of a compressed cache covers two tokens")
+        return value
+
+    @classmethod
+    def load(
+        cls, file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]
+    ) -> EngineConfig:
+        """Return the options of a file, an environment and flags; the later of them wins.
+
+        Args:
+            file: TOML file with option names as keys, or None.
+            env: environment; only names that begin with `DEEPINFER_` are read.
+            flags: options by name; None means not given.
+
+        Raises:
+            ConfigError: a name is unknown or a value is not allowed; names the place it came from.
+        """
+        values: dict[str, object] = {}
+        spelled: dict[str, str] = {}
+        known = list(cls.model_fields)
+        for key, value in _read_toml(file).items():
+            _known(key, known, f"`{key}` in {str(file)!r}", known)
+            values[key], spelled[key] = value, f"`{key}` in {str(file)!r}"
+        variables = [ENV_PREFIX + key.upper() for key in known]
+        for name in sorted(env):
+            if name.startswith(ENV_PREFIX):
+                _known(name, variables, f"The environment variable `{name}`", variables)
+                key = known[variables.index(name)]
+                values[key], spelled[key] = env[name], f"The environment variable `{name}`"
+        for key, value in flags.items():
+            _known(key, known, f"The option `{key}`", known)
+            if value is not None:
+                values[key], spelled[key] = value, f"`{key}`"
+        return cls.model_validate(values, context=spelled)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the nearest known name, or with all of them when none is near."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if near:
+        return f"Did you mean `{near[0]}`?"
+    return "Known: " + ", ".join(f"`{each}`" for each in names) + "."
+
+
+def _known(name: str, names: list[str], spelled: str, shown: list[str]) -> None:
+    if name not in names:
+        raise ConfigError(f"{spelled} is unknown. {did_you_mean(name, shown)}")
+
+
+def _read_toml(file: Path | None) -> dict[str, object]:
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"The options file {str(file)!r} cannot be read: {error.strerror}. Check its path."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The options file {str(file)!r} is not TOML: {error}. Write one `name = value` a line."
+        ) from error
+
+
+def _sentence(config: type[EngineConfig], item: Any, spelled: Mapping[str, str]) -> str:
+    """Turn one fault that pydantic found into a sentence of ours."""
+    name = ".".join(str(part) for part in item["loc"][:1])
+    if item["type"] == "extra_forbidden":
+        return f"The option `{name}` is unknown. {did_you_mean(name, config.model_fields)}"
+    default = config.model_fields[name].default
+    message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    allowed = message if message.startswith("must be") else f"must be {message}"
+    unset = "" if default is None else f": the default is {default!r}"
+    return (
+        f"{spelled.get(name, f'`{name}`')} is {item['input']!r}, but it {allowed}. "
+        f"Change it, or leave it out{unset}."
+    )

@@ -1,0 +1,218 @@
+"""What fits: bytes of weights, block caches and slots, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from deepinfer_core.config import EngineConfig
+from deepinfer_core.errors import ConfigError
+from deepinfer_core.interfaces import KernelBackend
+from deepinfer_core.model.config import ModelConfig
+from deepinfer_core.model.state import (
+    POOLS,
+    StateSizes,
+    block_width,
+    carry_depth,
+    history_depth,
+    source_ratios,
+)
+from deepinfer_core.model.tensors import TensorKind, tensor_specs
+
+__all__ = ["MemoryPlan", "plan_memory"]
+
+GIB = 2**30
+# Share of the free memory that caches may take when nothing says how much;
+# the rest is for activations.
+CACHE_SHARE = 0.8
+_ITEM_BYTES = {TensorKind.PLAIN: 2, TensorKind.FLOAT32: 4}  # all others are bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank and what they allow.
+
+    Attributes:
+        sizes: slots, blocks and longest sequence.
+        weights: bytes kept in memory. mapped: bytes of Engram tables, which stay in their files.
+        entry_bytes: pool -> bytes a token costs, all sources together.
+        block_bytes: pool -> bytes of a block.
+        slot_bytes: part -> bytes a sequence costs whatever its length.
+        free: bytes that were free when the plan was made.
+    """
+
+    sizes: StateSizes
+    weights: int
+    mapped: int
+    entry_bytes: Mapping[str, float]
+    block_bytes: Mapping[str, int]
+    slot_bytes: Mapping[str, int]
+    free: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Block KV of one token in both pools."""
+        return sum(self.entry_bytes.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Block caches, the scratch block included."""
+        return sum((self.sizes.num_blocks[pool] + 1) * self.block_bytes[pool] for pool in POOLS)
+
+    @property
+    def state_bytes(self) -> int:
+        """All slots, the scratch slot included."""
+        return (self.sizes.num_slots + 1) * sum(self.slot_bytes.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the smaller pool holds."""
+        return min(self.sizes.num_blocks.values()) * self.sizes.block_size
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Return lines of (what, how much, why) for a terminal."""
+        sizes = self.sizes
+        lines = [
+            (
+                "weights",
+                size_text(self.weights),
+                "as stored, text model without drafter and vision",
+            ),
+            ("Engram tables", size_text(self.mapped), "stay in their files, read by row"),
+        ]
+        for pool in POOLS:
+            count, per_token = sizes.num_blocks[pool], self.entry_bytes[pool]
+            note = f"{count} blocks of {sizes.block_size} tokens, {per_token:g} B per token"
+            lines.append((f"blocks: {pool}", size_text((count + 1) * self.block_bytes[pool]), note))
+        for part, count in self.slot_bytes.items():
+            note = f"{sizes.num_slots} sequences, {size_text(count)} each"
+            lines.append((f"slots: {part}", size_text((sizes.num_slots + 1) * count), note))
+        total = self.weights + self.cache_bytes + self.state_bytes
+        return [
+            *lines,
+            ("total", size_text(total), f"free on this device: {size_text(self.free)}"),
+            ("block KV per token", f"{self.bytes_per_token:g} B", "both pools, all sources"),
+            ("longest context", f"{min(sizes.max_len, self.num_tokens)} tokens", "of one sequence"),
+            (
+                "largest batch",
+                f"{sizes.num_slots} sequences",
+                f"{self.num_tokens} tokens of all together",
+            ),
+        ]
+
+
+def size_text(count: float) -> str:
+    """Return bytes in a unit that reads well."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def plan_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    backend: KernelBackend,
+    *,
+    weights_loaded: bool = False,
+) -> MemoryPlan:
+    """Return the plan for a model under these options, before anything is allocated.
+
+    Args:
+        weights_loaded: the free memory of the device already lacks the weights.
+    Raises:
+        ConfigError: `block_size`, `max_model_len` or the memory do not allow a single sequence.
+    """
+    max_len = _max_len(model, config)
+    if config.block_size % backend.block_multiple:
+        raise ConfigError(
+            f"`block_size` is {config.block_size}, but kernel backend {backend.name!r} needs "
+            f"a multiple of {backend.block_multiple}."
+        )
+    entry_bytes, block_bytes = _block_bytes(model, config, backend)
+    empty = StateSizes(config.max_sequences, dict.fromkeys(POOLS, 0), config.block_size, max_len, 0)
+    slot_bytes = _slot_bytes(model, backend, empty)
+    weights, mapped = _weight_bytes(model)
+    free = backend.runtime.memory().free
+    left = (
+        free
+        - (0 if weights_loaded else weights)
+        - (config.max_sequences + 1) * sum(slot_bytes.values())
+    )
+    num_blocks = _num_blocks(config, empty, sum(block_bytes.values()), left)
+    sizes = replace(empty, num_blocks=dict.fromkeys(POOLS, num_blocks))
+    return MemoryPlan(sizes, weights, mapped, entry_bytes, block_bytes, slot_bytes, free)
+
+
+def _max_len(model: ModelConfig, config: EngineConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"`max_model_len` is {config.max_model_len} tokens, but the model's context is "
+            f"{limit} tokens. Set it to {limit} or less."
+        )
+    if config.max_model_len is not None and config.max_model_len < 2:
+        raise ConfigError(
+            "`max_model_len` is 1; a prompt token and an output token need at least 2."
+        )
+    return limit if config.max_model_len is None else config.max_model_len
+
+
+def _block_bytes(
+    model: ModelConfig, config: EngineConfig, backend: KernelBackend
+) -> tuple[dict[str, float], dict[str, int]]:
+    per_token, per_block = {}, {}
+    for pool in POOLS:
+        width, dtype = backend.entry_format(pool, block_width(model, pool))
+        entry = width * dtype.itemsize
+        per_token[pool] = sum(entry / ratio for ratio in source_ratios(model).values())
+        per_block[pool] = sum(
+            entry * (config.block_size // ratio) for ratio in source_ratios(model).values()
+        )
+    return per_token, per_block
+
+
+def _slot_bytes(model: ModelConfig, backend: KernelBackend, sizes: StateSizes) -> dict[str, int]:
+    width, dtype = backend.entry_format("window", model.head_dim)
+    ring = (model.sliding_window + sizes.max_drafts) * width * dtype.itemsize
+    pairs = sum(ratio == 2 for ratio in source_ratios(model).values())
+    return {
+        "window rings": model.num_hidden_layers * ring,
+        "compressor carry": pairs * carry_depth(sizes) * 2 * model.head_dim * 4,
+        "Engram history": history_depth(model, sizes) * 8,
+        "block tables": len(POOLS) * sizes.table_len * 4,
+    }
+
+
+def _weight_bytes(model: ModelConfig) -> tuple[int, int]:
+    """Return bytes (kept, mapped) of the text model, as the release stores it."""
+    kept = mapped = 0
+    for name, spec in tensor_specs(model).items():
+        if spec.is_vision or name.startswith("mtp."):
+            continue
+        size = prod(spec.shape) * _ITEM_BYTES.get(spec.kind, 1)
+        if ".engram.embed." in name:
+            mapped += size
+        else:
+            kept += size
+    return kept, mapped
+
+
+def _num_blocks(config: EngineConfig, sizes: StateSizes, block: int, left: int) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    wanted = config.max_sequences * sizes.table_len + 1
+    if config.cache_memory_gib is not None:
+        count = min(wanted, int(config.cache_memory_gib * GIB) // block)
+        source = f"`cache_memory_gib` is {config.cache_memory_gib:g}"
+    else:
+        count = min(wanted, int(max(left, 0) * CACHE_SHARE) // block)
+        source = f"{size_text(max(left, 0))} are free for caches"
+    if count < 2:
+        raise ConfigError(
+            f"{source}, but a block of {sizes.block_size} tokens takes {size_text(block)} "
+            "and 2 are the least. Give more memory, or lower `max_sequences`."
+        )
+    return count

@@ -1,0 +1,309 @@
+"""`LLM`: offline generation, for batches and as a stream."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Literal
+
+from tokenizers import Tokenizer
+
+from deepinfer_core.config import EngineConfig
+from deepinfer_core.engine.loop import Engine, build_engine
+from deepinfer_core.engine.outputs import FailedOutput, OutputBuilder
+from deepinfer_core.engine.requests import Prompts, RequestReader, as_list
+from deepinfer_core.engine.tokenizer import TextCodec
+from deepinfer_core.errors import ConfigError, RequestError
+from deepinfer_core.loader import find_backend
+from deepinfer_core.model.checkpoint import resolve_model
+from deepinfer_core.types import FinishReason, Request, RequestOutput, SamplingParams
+
+__all__ = ["LLM"]
+
+OnError = Literal["raise", "output"]
+
+
+@dataclass
+class _Live:
+    """A request the engine works on, and where its outputs go."""
+
+    request: Request
+    builder: OutputBuilder
+    sink: deque[RequestOutput]
+    every_output: bool
+
+
+class LLM:
+    """A model on this machine.
+
+    Text is encoded as the model folder's `tokenizer.json` says, its post-processor included; no
+    begin-of-sequence id is added besides. Text never becomes a control token: `<eos>` in a prompt
+    is five characters. Give token ids to place control tokens.
+
+    A request without a seed gets one from the engine's `seed` and the request's number: prompts
+    are numbered from 0 in the order they are given to this object, the invalid ones included.
+
+    Use it from one thread. Several streams may be open at a time; they share the engine's steps.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        **options: object,
+    ) -> None:
+        """Load a model.
+
+        Args:
+            model: folder, or a hub id such as `owner/name`.
+            config: all options at once; then nothing else may be given.
+            options: fields of `EngineConfig`; they win over `DEEPINFER_*` variables.
+
+        Raises:
+            ConfigError: an option or the model's `config.json` is wrong.
+            CheckpointError: the model folder cannot be used.
+        """
+        if config is None:
+            flags = {**options, "model": None if model is None else str(model)}
+            config = EngineConfig.load(None, os.environ, flags)
+        elif model is not None or options:
+            names = ", ".join(f"`{name}`" for name in (*options, *(["model"] if model else [])))
+            raise ConfigError(
+                f"{names} and `config` are both given; put all options into `config`."
+            )
+        if config.model is None:
+            raise ConfigError("`model` is not set; give a model folder, or a hub id `owner/name`.")
+        folder = resolve_model(config.model)
+        self._codec = TextCodec(folder)
+        backend = find_backend(config.accelerator, config.numerics)
+        self.config = config
+        self.engine: Engine = build_engine(config, backend, folder)
+        self._reader = RequestReader(
+            config,
+            self.engine.model_config,
+            limits=self.engine.limits,
+            encode=self._codec.encode,
+            no_strict=None if backend.supports("strict") else backend.name,
+        )
+        self._num_requests = 0
+        self._live: dict[int, _Live] = {}
+
+    def __enter__(self) -> LLM:
+        """Return itself; leaving the `with` block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Abort what runs and wait for the device; the object is not used afterwards."""
+        self._abort(list(self._live))
+        self.engine.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the model folder; None when it has no `tokenizer.json`."""
+        return self._codec.tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; `RequestError` without a tokenizer."""
+        return self._codec.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens left out; `RequestError` without a tokenizer."""
+        return self._codec.decode([self._reader.check_id("token_ids", each) for each in token_ids])
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Complete prompts; returns one output for each, in the order given.
+
+        Args:
+            prompts: a text, a sequence of ids, a mapping with `prompt` or `prompt_token_ids` (and
+                maybe a `client_id`), or a list of these. An empty list is no prompt at all.
+            params: for all prompts, or one for each.
+            on_output: called with every output of every request as it grows, the last included.
+            on_error: "raise" stops at the first request that is invalid, before any of them runs;
+                "output" makes it an output with `finish_reason` ERROR and completes the others.
+
+        Raises:
+            RequestError: a request is invalid; the message says which.
+        """
+        batch = self._prepare(prompts, params, on_error)
+        results: list[RequestOutput | None] = [None] * len(batch)
+        with closing(self._outputs(batch, on_error, every=on_output is not None)) as outputs:
+            for output in outputs:
+                if on_output is not None:
+                    on_output(output)
+                if output.finished:
+                    results[output.index] = output
+        return [output for output in results if output is not None]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: OnError = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts and yield outputs as they grow; `delta` is the text that is new.
+
+        Requests are checked at once and run while the result is iterated over. Closing it, leaving
+        the loop or an exception in it aborts what still runs. Arguments and errors as `generate`.
+        """
+        return self._outputs(self._prepare(prompts, params, on_error), on_error, every=True)
+
+    def abort(self, client_id: str) -> bool:
+        """End a request early; its stream then ends with `finish_reason` ABORT.
+
+        Returns:
+            Whether a live request has that client id.
+        """
+        uids = [uid for uid, live in self._live.items() if live.request.client_id == client_id]
+        self._abort(uids)
+        return bool(uids)
+
+    def _prepare(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        on_error: OnError,
+    ) -> list[Request | FailedOutput]:
+        """Check and number all prompts."""
+        items = as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(items)
+        if len(params) != len(items):
+            raise RequestError(
+                f"`params` has {len(params)} entries for {len(items)} prompts; give one for all, "
+                "or one for each.",
+                param="params",
+            )
+        first_uid = self._num_requests
+        self._num_requests += len(items)
+        batch: list[Request | FailedOutput] = []
+        for index, (item, settings) in enumerate(zip(items, params, strict=True)):
+            uid = first_uid + index
+            try:
+                batch.append(self._reader.read(item, settings, uid))
+            except RequestError as error:
+                batch.append(_failed(error, index, f"request-{uid}", on_error, len(items)))
+        return batch
+
+    def _outputs(
+        self, batch: list[Request | FailedOutput], on_error: OnError, *, every: bool
+    ) -> Generator[RequestOutput, None, None]:
+        """Submit requests and step the engine until they have ended; abort them when closed."""
+        sink: deque[RequestOutput] = deque()
+        uids: list[int] = []
+        try:
+            for index, item in enumerate(batch):
+                if isinstance(item, FailedOutput):
+                    sink.append(item)
+                    continue
+                replay = self._reader.replay_in_use(item)
+                builder = OutputBuilder(item, index, self._codec.decoder(), bounded_replay=replay)
+                try:
+                    with _undivided():
+                        self.engine.submit(item)
+                        self._live[item.uid] = _Live(item, builder, sink, every)
+                        uids.append(item.uid)
+                except RequestError as error:
+                    sink.append(_failed(error, index, item.client_id, on_error, len(batch)))
+            num_open = len(batch)
+            while num_open:
+                while sink:
+                    output = sink.popleft()
+                    num_open -= output.finished
+                    yield output
+                if num_open:
+                    try:
+                        self._step()
+                    except KeyboardInterrupt:
+                        yield from sink  # the step was settled: what it finished is not lost
+                        raise
+        finally:
+            self._abort(uids)
+
+    def _step(self) -> None:
+        with _undivided():
+            for update in self.engine.step():
+                live = self._live.get(update.uid)
+                if live is None:
+                    continue  # aborted while the step ran
+                stopped = live.builder.feed(update)
+                if stopped and update.finish_reason is None:
+                    self.engine.finish(update.uid, FinishReason.STOP)
+                if stopped or update.finish_reason is not None:
+                    del self._live[update.uid]
+                elif not live.every_output:
+                    continue
+                output = live.builder.next_output()
+                if output is not None:
+                    live.sink.append(output)
+
+    def _abort(self, uids: Sequence[int]) -> None:
+        for uid in uids:
+            live = self._live.pop(uid, None)
+            if live is not None:
+                self.engine.abort(live.request.client_id)
+                live.builder.abort()
+                output = live.builder.next_output()
+                if output is not None:
+                    live.sink.append(output)
+
+
+def _failed(
+    error: RequestError, index: int, client_id: str, on_error: OnError, num_prompts: int
+) -> FailedOutput:
+    if on_error == "raise":
+        if num_prompts == 1:
+            raise error
+        named = type(error)(f"Prompt {index}: {error}", param=error.param, code=error.code)
+        raise named from error
+    return FailedOutput.of(error, index, client_id)
+
+
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block, so that no step is left half done.
+
+    A second one is not held. Only the main thread gets signals; elsewhere nothing changes.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if not callable(previous) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        pressed.append((number, frame))
+        if len(pressed) > 1:
+            previous(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if len(pressed) == 1:
+            previous(*pressed[0])

@@ -1,0 +1,497 @@
+"""The command `deepinfer`: lines in and out, exit statuses, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from deepinfer_core import __version__
+from deepinfer_core.bench.make_checkpoint import demo_config
+from deepinfer_core.cli import demo, main
+from deepinfer_core.cli.doctor import below
+from deepinfer_core.cli.jsonl import LineWriter, OrderedLines
+from deepinfer_core.cli.progress import RunProgress, rates
+from deepinfer_core.config import EngineConfig
+from deepinfer_core.errors import OutputError
+
+
+@pytest.fixture
+def run(scripted, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch):
+    """Run `deepinfer generate` on the scripted engine: (status, lines, text of standard error)."""
+
+    def call(*arguments: str, stdin: bytes = b"") -> tuple[int, list[dict], str]:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as left:
+            main(["generate", "--model", str(tmp_path / "model"), *arguments])
+        out, err = capfd.readouterr()
+        return int(left.value.code or 0), [json.loads(line) for line in out.splitlines()], err
+
+    return call
+
+
+def jsonl(*lines: object) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+# generate: lines
+
+
+def test_lines_have_the_promised_keys_in_the_order_of_the_prompts(run) -> None:
+    status, lines, err = run("--prompt", "boat", "--prompt", "ship", "--max-tokens", "3")
+    assert (status, err) == (0, "")
+    assert [line["index"] for line in lines] == [0, 1]
+    for line in lines:
+        assert list(line) == ["index", "prompt_token_ids", "token_ids", "text", "finish_reason"]
+        assert len(line["token_ids"]) == 3
+        assert line["finish_reason"] == "length"
+    assert lines[0]["text"].startswith("boat")
+
+
+def test_logprobs_have_the_token_and_the_most_likely_ones(run) -> None:
+    _, lines, _ = run("--prompt", "boat", "--max-tokens", "2", "--logprobs", "2")
+    assert len(lines[0]["logprobs"]) == 2
+    chosen = lines[0]["token_ids"][0]
+    assert lines[0]["logprobs"][0] == {
+        "token_id": chosen,
+        "logprob": -0.5,
+        "top": [
+            {"token_id": chosen, "logprob": -0.5},
+            {"token_id": chosen + 1, "logprob": -1.5},
+        ],
+    }
+
+
+def test_lines_of_standard_input_override_the_flags(run) -> None:
+    stdin = jsonl({"prompt": "boat"}, {"prompt_token_ids": [10, 11], "max_tokens": 5})
+    _, lines, _ = run("-", "--max-tokens", "2", stdin=stdin + b"\n  \n")
+    assert [len(line["token_ids"]) for line in lines] == [2, 5]
+    assert lines[1]["prompt_token_ids"] == [10, 11]
+
+
+def test_flags_reach_the_requests(run, scripted) -> None:
+    run(
+        "--prompt", "boat", "--max-tokens", "2", "--temperature", "0", "--seed", "9",
+        "--bounded-replay", "off", "--ignore-eos", "--determinism", "strict",
+    )  # fmt: skip
+    request = scripted.requests[0]
+    assert (request.params.max_tokens, request.params.temperature) == (2, 0.0)
+    assert (request.seed, request.strict, request.replay_decoder) == (9, True, False)
+    assert request.stop_ids == frozenset()
+
+
+def test_file_goes_in_and_file_comes_out(run, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl({"prompt": "boat", "stop": "t"}, {"prompt": "ship", "stop": ["i"]}))
+    target.write_text("older and much longer content\n" * 50)
+    status, lines, err = run("--input", str(source), "--out", str(target))
+    assert (status, lines, err) == (0, [], "")
+    written = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [line["text"] for line in written] == ["boa", "sh"]
+    assert {line["finish_reason"] for line in written} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("line", "param", "code", "message"),
+    [
+        (b"{", None, "invalid_json", "not JSON"),
+        (b"[" * 100_000, None, "invalid_json", "not JSON"),
+        (b"\xff\xfe{}", None, "invalid_json", "not JSON"),
+        (b"7", None, "invalid_json", "not a JSON object"),
+        (jsonl({"prompt": "a", "tempersture": 1}), "tempersture", "unknown_field", "temperature"),
+        (jsonl({"prompt": "a", "temperature": "hot"}), "temperature", "invalid_request", "'hot'"),
+        (jsonl({"prompt": "a", "max_tokens": 0}), "max_tokens", "invalid_request", "at least 1"),
+        (jsonl({"prompt": "a", "stop": 5}), "stop", "invalid_request", "a list of texts"),
+        (jsonl({"prompt": "a", "stop_token_ids": 5}), "stop_token_ids", "invalid_request", "list"),
+        (jsonl({"prompt": 5}), "prompt", "invalid_request", "a text"),
+        (jsonl({"prompt_token_ids": "a"}), "prompt_token_ids", "invalid_request", "token ids"),
+        (jsonl({"max_tokens": 3}), "prompt", "invalid_request", "neither"),
+        (jsonl({"prompt": ""}), "prompt", "invalid_request", "is empty"),
+        (jsonl({"prompt_token_ids": [600]}), "prompt_token_ids", "token_id_out_of_range", "600"),
+        (jsonl({"prompt_token_ids": [5] * 200}), "prompt", "context_length_exceeded", "200"),
+    ],
+)
+def test_bad_line_is_an_error_in_its_place_and_the_others_complete(
+    run, line: bytes, param: str | None, code: str, message: str
+) -> None:
+    stdin = jsonl({"prompt": "boat"}) + line.rstrip(b"\n") + b"\n" + jsonl({"prompt": "ship"})
+    status, lines, err = run("-", "--max-tokens", "2", stdin=stdin)
+    assert (status, err) == (1, "")
+    assert [each["index"] for each in lines] == [0, 1, 2]
+    assert list(lines[1]) == ["index", "error"]
+    assert message in lines[1]["error"].pop("message")
+    assert lines[1]["error"] == {"param": param, "code": code}
+    assert [len(each["token_ids"]) for each in (lines[0], lines[2])] == [2, 2]
+
+
+def test_bad_line_names_its_number_in_the_file(run) -> None:
+    _, lines, _ = run("-", stdin=b"\n\n{\n")
+    assert lines[0]["error"]["message"].startswith("Line 3: ")
+
+
+def test_bad_line_does_not_change_the_seeds_of_the_others(run, scripted) -> None:
+    run("-", stdin=jsonl({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}))
+    whole = [request.seed for request in scripted.requests]
+    scripted.requests.clear()
+    run("-", stdin=jsonl({"prompt": "d"}))
+    assert scripted.requests[0].seed == whole[0]
+    scripted.requests.clear()
+    run("-", stdin=jsonl({"prompt": "a"}) + b"{\n" + jsonl({"prompt": "c"}))
+    assert [request.seed for request in scripted.requests] == [whole[0], whole[2]]
+
+
+def test_request_that_fails_while_it_runs_is_an_error_line(run, scripted) -> None:
+    scripted.script = lambda request: [10, -1 if request.uid == 0 else 11]
+    status, lines, _ = run("--prompt", "a", "--prompt", "b", "--max-tokens", "2")
+    error = {"message": "No finite logit.", "param": None, "code": "generation_failed"}
+    assert (status, lines[0]) == (1, {"index": 0, "error": error})
+    assert lines[1]["token_ids"] == [10, 11]
+
+
+def test_no_lines_is_no_output(run) -> None:
+    assert run("-", stdin=b"") == (0, [], "")
+
+
+# generate: options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "one way"),
+        (["--prompt", "a", "-"], "one way"),
+        (["prompts.txt"], "'prompts.txt'"),
+        (["--input", "/no/such/file"], "cannot be read"),
+        (["--prompt", "a", "--temperature", "-1"], "`temperature` is -1.0"),
+        (["--prompt", "a", "--bounded-replay", "both"], "'off' or 'decoder'"),
+        (["--prompt", "a", "--numerics", "exact"], "'ideal', 'cache' or 'release'"),
+        (["--prompt", "a", "--block-size", "63"], "`block_size` is 63"),
+        (["--prompt", "a", "--block-size", "many"], "--block-size"),
+        (["--prompt", "a", "--no-such-flag"], "No such option"),
+        (["--prompt", "a", "--config", "/no/such/file"], "cannot be read"),
+    ],
+)
+def test_wrong_option_ends_with_status_2(run, arguments: list[str], message: str) -> None:
+    status, lines, err = run(*arguments)
+    assert (status, lines) == (2, [])
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_model_must_be_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "--prompt", "a"])
+    assert left.value.code == 2
+    assert (
+        capfd.readouterr().err == "error: `--model` is not set; give a model folder or a hub id.\n"
+    )
+
+
+def test_unknown_variable_ends_with_status_2(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_NUMERIC", "ideal")
+    status, _, err = run("--prompt", "a")
+    assert status == 2
+    assert "mean `DEEPINFER_NUMERICS`" in err
+
+
+def test_input_is_not_overwritten_with_results(run, tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes(jsonl({"prompt": "a"}))
+    status, _, err = run("--input", str(file), "--out", str(file))
+    assert status == 2
+    assert "change one" in err
+    assert file.read_bytes() == jsonl({"prompt": "a"})
+
+
+def test_old_results_stay_until_the_model_is_loaded(run, tmp_path: Path) -> None:
+    (tmp_path / "model/tokenizer.json").write_text("{")
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    status, _, err = run("--prompt", "a", "--out", str(out))
+    assert status == 1
+    assert err.startswith("error: ") and "Traceback" not in err
+    assert out.read_text() == "old\n"
+
+
+# generate: writing
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.lines: list[object] = []
+
+    def write(self, line: object) -> None:
+        self.lines.append(line)
+
+
+def test_a_line_waits_for_those_before_it() -> None:
+    recorder = Recorder()
+    lines = OrderedLines(recorder)  # type: ignore[arg-type]
+    after = []
+    for index in (2, 0, 1, 4):
+        lines.put(index, {"index": index})
+        after.append([line["index"] for line in recorder.lines])  # type: ignore[index]
+    assert after == [[], [0], [0, 1, 2], [0, 1, 2]]
+    lines.put_rest()
+    assert recorder.lines[-1] == {"index": 4}
+
+
+def test_lines_are_in_the_file_while_others_still_run(run, scripted, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    sizes: list[int] = []
+    scripted.before_step = lambda: sizes.append(out.read_bytes().count(b"\n"))
+    stdin = jsonl(*({"prompt_token_ids": [9], "max_tokens": count} for count in (1, 4, 2)))
+    run("-", "--out", str(out), stdin=stdin)
+    assert sizes == [0, 1, 1, 1]
+
+
+def test_full_disk_is_one_error_that_says_what_is_safe(run) -> None:
+    status, lines, err = run("--prompt", "a", "--out", "/dev/full")
+    assert (status, lines) == (1, [])
+    assert err.count("\n") == 1
+    assert "`/dev/full` cannot be written: No space left on device. Lines that are safe: 0" in err
+
+
+def test_disk_that_fills_up_leaves_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 50
+
+    def write(file: int, data: memoryview) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(28, "No space left on device")
+        count = min(room, len(data), 7)
+        room -= count
+        return real(file, data[:count])
+
+    real = os.write
+    monkeypatch.setattr(os, "write", write)
+    writer = LineWriter(tmp_path / "out.jsonl")
+    writer.begin()
+    with pytest.raises(OutputError, match="Lines that are safe: 3"):
+        for index in range(9):
+            writer.write({"index": index})
+    monkeypatch.undo()
+    assert (tmp_path / "out.jsonl").read_bytes() == jsonl({"index": 0}, {"index": 1}, {"index": 2})
+
+
+def test_place_that_cannot_be_opened_is_an_error(run) -> None:
+    status, _, err = run("--prompt", "a", "--out", "/no/such/folder/out.jsonl")
+    assert status == 1
+    assert "cannot be opened for results: No such file or directory" in err
+
+
+def test_closed_pipe_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    stdout = SimpleNamespace(flush=lambda: None, fileno=lambda: writing)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        writer = LineWriter(None)
+    writer.write({"index": 0})
+    os.close(reading)
+    message = "standard output cannot be written: Broken pipe. Lines that are safe: 1"
+    with pytest.raises(OutputError, match=message):
+        writer.write({"index": 1})
+    os.close(writing)
+
+
+# processes of their own
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from conftest import ScriptedEngine
+import deepinfer_core.llm as module
+from deepinfer_core.cli import demo, main
+
+steps = []
+def press():
+    steps.append(1)
+    if len(steps) == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+
+engine = ScriptedEngine()
+engine.before_step = press
+module.build_engine = lambda config, backend, folder: engine
+module.resolve_model = Path
+main()
+"""
+
+
+def test_ctrl_c_keeps_finished_lines_and_ends_with_130(scripted, tmp_path: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(INTERRUPTED.format(tests=str(Path(__file__).parent)))
+    counts = (1, 1000, 2)
+    lines = ({"prompt_token_ids": [9], "max_tokens": count} for count in counts)
+    command = [sys.executable, str(driver), "generate", "-", "--model", str(tmp_path / "model")]
+    done = subprocess.run(command, input=jsonl(*lines), capture_output=True, timeout=120)
+    assert done.returncode == 130
+    assert done.stderr == b"error: interrupted; 2 of 3 lines are written\n"
+    assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == [0, 2]
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom deepinfer_core.cli import main\n"
+        "try:\n    main(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'tokenizers', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# progress
+
+
+def test_speeds_are_shown_on_a_terminal() -> None:
+    text = io.StringIO()
+    stats = SimpleNamespace(
+        prefill_tokens=300, prefill_seconds=2.0, decode_tokens=90, decode_seconds=3.0
+    )
+    console = Console(file=text, force_terminal=True, width=120)
+    with RunProgress(4, console) as progress:
+        progress.update(1, stats)
+        with progress.away():
+            text.write("<line>")
+        progress.summary("all done")
+    assert "1/4" in text.getvalue()
+    assert "prefill 150 tok/s, decode 30 tok/s" in text.getvalue()
+    assert "all done" in text.getvalue()
+
+
+def test_nothing_is_shown_in_a_pipe() -> None:
+    text = io.StringIO()
+    stats = SimpleNamespace(prefill_tokens=0, prefill_seconds=0, decode_tokens=0, decode_seconds=0)
+    with RunProgress(4, Console(file=text, force_terminal=False)) as progress:
+        progress.update(1, stats)
+        with progress.away():
+            pass
+        progress.summary("all done")
+    assert text.getvalue() == ""
+
+
+def test_speed_without_a_step_is_zero() -> None:
+    stats = SimpleNamespace(prefill_tokens=0, prefill_seconds=0, decode_tokens=0, decode_seconds=0)
+    assert rates(stats) == "prefill 0 tok/s, decode 0 tok/s"
+
+
+# other verbs
+
+
+def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert not left.value.code
+    assert capfd.readouterr().out == f"deepinfer {__version__}\n"
+
+
+def test_help_has_a_flag_with_text_for_every_option(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    shown = " ".join(capfd.readouterr().out.split())
+    for name, field in EngineConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        if name != "seed":
+            assert str(field.description) in shown
+    for group in ("Model", "Memory", "Scheduling", "Sampling"):
+        assert f"─ {group} ─" in shown
+
+
+def test_doctor_says_what_runs_and_how_to_get_the_rest(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as left:
+        main(["doctor"])
+    out = capfd.readouterr().out
+    assert not left.value.code
+    assert "numerics ideal, cache, release; determinism strict and normal" in out
+    assert "torch" in out and "Chosen without" in out
+
+
+def test_memory_plan_shows_what_fits_from_the_configuration_alone(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(demo_config()))
+    with pytest.raises(SystemExit) as left:
+        main(["plan-memory", "--model", str(tmp_path), "--max-model-len", "1000"])
+    out = capfd.readouterr().out
+    assert not left.value.code
+    for what in ("weights", "blocks: index", "longest context", "1000 tokens", "16 sequences"):
+        assert what in out
+
+
+def test_memory_plan_that_cannot_be_is_an_error(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(demo_config()))
+    with pytest.raises(SystemExit) as left:
+        main(["plan-memory", "--model", str(tmp_path), "--max-model-len", "5000"])
+    assert left.value.code == 1
+    assert "the model's context is 4096 tokens" in capfd.readouterr().err
+
+
+def test_demo_writes_a_model_and_generates(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(demo, "MAX_TOKENS", 2)
+    with pytest.raises(SystemExit) as left:
+        main(["demo"])
+    torch.set_num_threads(threads)
+    out = capfd.readouterr().out
+    assert not left.value.code
+    assert "random weights" in out
+    assert out.count("->") == 3
+    assert "tok/s" in out
+
+
+def test_checkpoint_is_made_in_a_new_folder_only(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "kept").write_text("")
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "make-checkpoint", str(tmp_path)])
+    assert left.value.code == 1
+    assert "is not empty" in capfd.readouterr().err
+
+
+def test_doctor_warns_of_versions_that_are_too_old(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "version.cfg").write_text("# versions\nruntime_running_version=[8.2.RC1]\n")
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    out = capfd.readouterr().out
+    assert "12.8 " in out and "older than 13.0, which is asked for" in out
+    assert "8.2.RC1 " in out and "older than 9.2, which is asked for" in out
+
+
+@pytest.mark.parametrize(
+    ("found", "floor", "old"),
+    [
+        ("12.8", (13, 0), True),
+        ("13.0", (13, 0), False),
+        ("13.1", (13, 0), False),
+        ("8.2.RC1", (9, 2), True),
+        ("9.2.0", (9, 2), False),
+        ("10.0", (9, 2), False),
+    ],
+)
+def test_versions_are_compared_by_number(found: str, floor: tuple[int, ...], old: bool) -> None:
+    assert below(found, floor) is old
