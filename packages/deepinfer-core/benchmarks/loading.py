@@ -2,10 +2,10 @@
 
     python packages/deepinfer-core/benchmarks/loading.py [--megabytes 512] [--model FOLDER]
 
-Without `--model` a random checkpoint is made in a temporary folder first. Loading runs in a fresh
-process that keeps every tensor but those of the vision tower: each alone, experts stacked per
-layer. Its peak is the growth of resident memory over its size just before loading. Prints a table,
-then one JSON line; `--out` also appends that line to a file.
+Without `--model` a random checkpoint is made in a temporary folder first. A fresh process loads it
+as the engine does, drafter included; the vision tower and Engram tables stay in their files. Its
+peak is the growth of resident memory over its size just before loading. Prints a table, then one
+JSON line; `--out` also appends that line to a file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import platform
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,11 +23,13 @@ from pathlib import Path
 import torch
 
 from deepinfer_core.bench.make_checkpoint import loading_config, write_checkpoint
-from deepinfer_core.model.checkpoint import Checkpoint, StoredMatrix
+from deepinfer_core.bench.report import report
+from deepinfer_core.cpu.backend import CpuBackend
+from deepinfer_core.model.checkpoint import Checkpoint
 from deepinfer_core.model.config import ModelConfig
+from deepinfer_core.model.weights import load_weights
 
 _MIB = 2**20
-_EXPERT = re.compile(r"(.+\.experts)\.\d+\.w[123]\.(weight|scale)")
 
 
 def _resident(field: str) -> int:
@@ -38,21 +38,6 @@ def _resident(field: str) -> int:
     match = re.search(rf"{field}:\s+(\d+) kB", status)
     assert match is not None, f"no {field} in /proc/self/status"
     return int(match[1]) * 1024
-
-
-def _load_all(checkpoint: Checkpoint, config: ModelConfig) -> list[torch.Tensor | StoredMatrix]:
-    kept: list[torch.Tensor | StoredMatrix] = []
-    stacks = set()
-    for name in checkpoint.names():
-        if match := _EXPERT.fullmatch(name):
-            stacks.add(match[1])
-        else:
-            kept.append(checkpoint.tensor(name))
-    for prefix in sorted(stacks):
-        draft = prefix.startswith("mtp.")
-        count = config.dspark_n_routed_experts if draft else config.n_routed_experts
-        kept += checkpoint.experts(prefix, range(count)).values()
-    return kept
 
 
 def _measure(folder: Path) -> None:
@@ -67,12 +52,14 @@ def _measure(folder: Path) -> None:
     config = ModelConfig.from_folder(folder)
     checkpoint = Checkpoint.open(folder, config)
     opened = time.perf_counter()
-    kept = _load_all(checkpoint, config)
+    weights = load_weights(checkpoint, config, CpuBackend("release"), drafter=True)
     seconds = time.perf_counter() - opened
     growth = _resident("VmHWM") - before
-    num_bytes = sum(checkpoint.num_bytes(name) for name in checkpoint.names())
+    # Engram tables stay in their files
+    kept = [name for name in checkpoint.names() if ".engram.embed." not in name]
+    num_bytes = sum(map(checkpoint.num_bytes, kept))
     figures = {
-        "tensors": len(checkpoint.names()),
+        "tensors": len(kept),
         "kept_bytes": num_bytes,
         "skipped_bytes": sum(map(checkpoint.num_bytes, checkpoint.names(vision=True))) - num_bytes,
         "peak_growth_bytes": growth,
@@ -80,7 +67,7 @@ def _measure(folder: Path) -> None:
         "open_s": round(opened - start, 4),
         "load_s": round(seconds, 3),
     }
-    assert kept, "nothing was loaded"
+    assert weights.layers, "nothing was loaded"
     print(json.dumps(figures))
 
 
@@ -114,19 +101,7 @@ def main() -> None:
     print(f"{'open (headers, checks)':<28}{figures['open_s']:>10.3f} s")
     rate = figures["kept_bytes"] / 1e9 / figures["load_s"]
     print(f"{'load':<28}{figures['load_s']:>10.3f} s  ({rate:.2f} GB/s)")
-    line = json.dumps(
-        {
-            "benchmark": "loading",
-            **figures,
-            "device": f"cpu {platform.machine()}",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "command": shlex.join(["python", *sys.argv]),
-        }
-    )
-    print(line)
-    if options.out is not None:
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    report("loading", figures, options.out)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ import pytest
 from deepinfer_core.cache import BlockState
 from deepinfer_core.errors import ConfigError, DuplicateRequest, RequestError
 from deepinfer_core.scheduler import Scheduler, SchedulerLimits
+from deepinfer_core.scheduler.budget import GrowthEstimate
+from deepinfer_core.scheduler.roster import Roster
+from deepinfer_core.scheduler.sequence import TRANSITIONS, Sequence, State
+from deepinfer_core.scheduler.step import PlannedRow
 from deepinfer_core.testing.fake_worker import FakeWorker
 from deepinfer_core.testing.reference import prompt_logprobs_reference, serial_reference
 from deepinfer_core.types import (
@@ -49,6 +53,13 @@ def make_request(uid: int, prompt: int | tuple[int, ...] = 5, **changes: Any) ->
         prompt if isinstance(prompt, tuple) else tuple((uid * 7 + i) % VOCAB for i in range(prompt))
     )
     return Request(uid=uid, prompt_token_ids=ids, params=SamplingParams(**changes), **fields)
+
+
+def waiting_sequences(count: int) -> list[Sequence]:
+    roster = Roster(BASE)
+    for uid in range(1, count + 1):
+        roster.add(make_request(uid))
+    return list(roster.waiting)
 
 
 @dataclass
@@ -421,8 +432,9 @@ def test_growth_term_keeps_a_request_out_that_would_be_preempted_soon(make):
     assert careful.scheduler.counts().preemptions == 0
 
 
-def test_request_that_outgrows_the_cache_alone_ends_with_cache_exhausted(make):
-    loop = make(num_blocks={"compressed": 5, "index": 5})
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_request_that_outgrows_the_cache_alone_ends_with_cache_exhausted(make, late):
+    loop = make(late, num_blocks={"compressed": 5, "index": 5})
     loop.submit(make_request(1, 10, max_tokens=40), make_request(2, 3, max_tokens=4))
     loop.run()
     end = loop.end(1)
@@ -441,7 +453,136 @@ def test_request_that_fits_exactly_completes(make, late):
     loop.expect_reference()
 
 
+def test_blocks_on_their_way_back_are_counted_before_another_victim_is_chosen(make):
+    loop = make(num_blocks={"compressed": 12, "index": 12}, growth_permille=0, max_step_tokens=64)
+    loop.submit(*(make_request(uid, 8, max_tokens=30) for uid in (1, 2, 3, 4)))
+    loop.plan()  # 8 blocks; the first decode step takes the other 4, the fifth needs 4 more
+    for _ in range(4):
+        loop.plan()
+        loop.settle()
+    assert loop.plan() is None, "one victim gives 3 blocks to 3 rows, once its step is settled"
+    assert loop.scheduler.counts().preemptions == 1
+    loop.settle()
+    assert [m.uid for m in loop.plan().sequences] == [1, 2, 3]
+    assert loop.scheduler.counts().preemptions == 1
+    loop.run()
+    loop.expect_reference()
+
+
+def test_victim_with_a_chunk_in_flight_is_not_scheduled_again(make):
+    loop = make(2, num_blocks={"compressed": 7, "index": 7}, max_chunk_tokens=8)
+    loop.submit(make_request(1, 22, max_tokens=2))
+    loop.plan()
+    loop.submit(make_request(2, 22, max_tokens=2, priority=1))
+    for _ in range(2):
+        loop.plan()
+    assert [p.sequences[0].uid for p in loop.plans] == [1, 2, 2]
+    loop.settle()
+    loop.run()
+    assert loop.end(1).num_preemptions == 1 and loop.end(2).num_preemptions == 0
+    loop.expect_reference()
+
+
+def test_request_is_not_exhausted_by_one_that_enters_in_the_same_step(make):
+    loop = make(num_blocks={"compressed": 6, "index": 6}, max_chunk_tokens=12, max_step_tokens=24)
+    loop.submit(make_request(1, 16, max_tokens=3))
+    loop.step()
+    loop.submit(make_request(2, 12, max_tokens=3, priority=1))
+    plan = loop.step()
+    assert [m.uid for m in plan.sequences] == [2]
+    loop.run()
+    loop.expect_reference()
+
+
+def test_preempted_uids_are_told_with_the_next_plan_that_is_launched(make, monkeypatch):
+    loop = make(num_blocks={"compressed": 6, "index": 6}, growth_permille=0)
+    loop.submit(make_request(1, 7, max_tokens=12), make_request(2, 7, max_tokens=12))
+    while not loop.scheduler.counts().preemptions:
+        with monkeypatch.context() as patch:
+            patch.setattr("deepinfer_core.scheduler.scheduler.build_plan", lambda *a, **k: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loop.plan()
+        if not loop.scheduler.counts().preemptions:
+            loop.step()
+    assert loop.step().output.preempted == (2,)
+    loop.run()
+    assert sum(len(p.output.preempted) for p in loop.plans) == loop.end(2).num_preemptions
+    loop.expect_reference()
+
+
+def test_exhausted_request_makes_room_within_the_same_plan(make):
+    loop = make(num_blocks={"compressed": 3, "index": 3}, num_slots=1)
+    loop.submit(make_request(1, 8, max_tokens=40), make_request(2, 8, max_tokens=4))
+    loop.run()
+    assert [m.uid for p in loop.plans for m in p.sequences] == [1] * 5 + [2] * 4
+    assert "cache_exhausted" in loop.end(1).error
+    loop.expect_reference(2)
+
+
+def test_requests_that_enter_together_leave_room_for_each_other(make):
+    loop = make(
+        num_blocks={"compressed": 20, "index": 20}, growth_permille=1000, max_step_tokens=64
+    )
+    # each is 1 block now and 4 in the end; the fifth would fit only without the growth of others
+    loop.submit(*(make_request(uid, 4, max_tokens=12) for uid in range(1, 8)))
+    assert [m.uid for m in loop.step().sequences] == [1, 2, 3, 4, 5]
+    loop.run()
+    assert loop.scheduler.counts().preemptions == 0
+
+
+def test_expected_growth_rises_with_preemptions_and_decays():
+    growth = GrowthEstimate(replace(BASE, growth_horizon=100, growth_permille=400))
+    assert growth.tokens(1000) == 40 and growth.tokens(10) == 4
+    growth.preempted()
+    assert growth.tokens(100) == 50
+    for _ in range(10):
+        growth.preempted()
+    assert growth.tokens(100) == 100
+    for _ in range(500):
+        growth.decoded()
+    assert growth.tokens(100) == 50
+    for _ in range(5000):
+        growth.decoded()
+    assert growth.tokens(100) == 10
+
+
+def test_a_generation_is_released_once():
+    roster = Roster(BASE)
+    roster.add(make_request(1))
+    (sequence,) = roster.waiting
+    roster.reserve(PlannedRow(sequence, Phase.FINAL_CHUNK, 0, 5, enters=True))
+    sequence.last_step = 3
+    assert roster.releases.release(sequence)
+    assert not roster.releases.release(sequence)
+    assert len(roster.releases) == 1
+    assert roster.releases.drain(2) == []
+    assert roster.releases.drain(3) == [sequence.owner]
+    assert roster.pools.num_free == 64
+    roster.pools.audit()
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_states_change_only_along_the_table(state):
+    for target in State:
+        (sequence,) = waiting_sequences(1)
+        sequence.state = state
+        if target in TRANSITIONS[state]:
+            sequence.move(target)
+        else:
+            with pytest.raises(AssertionError, match="cannot go"):
+                sequence.move(target)
+
+
 # Ends
+
+
+def test_verify_length_never_passes_the_cap(make):
+    loop = make(max_drafts=5)
+    loop.worker._accepts = lambda uid, position: False
+    loop.submit(make_request(1, 5, max_tokens=8))
+    loop.run()
+    drafts = [m.num_drafts for p in loop.plans for m in p.sequences if m.phase is Phase.VERIFY]
+    assert drafts == [5, 5, 4, 3, 2, 1, 0]
 
 
 def test_stop_id_ends_the_output_and_is_part_of_it(make):
