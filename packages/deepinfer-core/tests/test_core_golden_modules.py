@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from deepinfer_core.cpu.backend import CpuBackend
 from deepinfer_core.cpu.ops import attention, formats, indexer, linear, moe, streams
 from deepinfer_core.model.batch import RowBatch
+from deepinfer_core.model.checkpoint import StoredMatrix as Weight
 from deepinfer_core.model.config import ModelConfig, RopeScaling, engram_primes
 from deepinfer_core.model.engram import EngramHash, engram_multipliers, fold_vocabulary
 from deepinfer_core.model.rope import inverse_frequencies
 from deepinfer_core.model.state import Blocks, Carried
-from deepinfer_core.model.weights import Weight
 
 MODULES = Path(__file__).parents[3] / "tests" / "conformance" / "model" / "modules"
 DATA = load_file(MODULES / "modules.safetensors")

@@ -199,6 +199,14 @@ def test_one_step_carries_several_prompts_and_leaves_one_partial(make):
     loop.expect_reference()
 
 
+def test_a_prompt_cut_by_the_chunk_size_is_the_last_of_its_step(make):
+    loop = make(max_chunk_tokens=4)
+    loop.submit(make_request(1, 9), make_request(2, 9))
+    steps = [[(m.uid, m.num_rows) for m in loop.step().sequences] for _ in range(3)]
+    assert steps[:2] == [[(1, 4)], [(1, 4)]]
+    assert steps[2] == [(1, 1), (2, 4)]
+
+
 def test_tail_of_a_prompt_shares_its_step_with_the_next(make):
     loop = make()
     loop.submit(make_request(1, 18), make_request(2, 5))
@@ -513,10 +521,30 @@ def test_preempted_uids_are_told_with_the_next_plan_that_is_launched(make, monke
 def test_exhausted_request_makes_room_within_the_same_plan(make):
     loop = make(num_blocks={"compressed": 3, "index": 3}, num_slots=1)
     loop.submit(make_request(1, 8, max_tokens=40), make_request(2, 8, max_tokens=4))
-    loop.run()
+    while loop.scheduler.has_work:
+        assert loop.step() is not None
     assert [m.uid for p in loop.plans for m in p.sequences] == [1] * 5 + [2] * 4
     assert "cache_exhausted" in loop.end(1).error
     loop.expect_reference(2)
+
+
+def test_prefill_waits_for_blocks_on_their_way_back_instead_of_preempting(make):
+    loop = make(num_blocks={"compressed": 7, "index": 7}, max_step_tokens=8)
+    loop.worker._poison = lambda meta: meta.uid == 2
+    loop.submit(make_request(1, 22, max_tokens=2))
+    loop.plan()
+    loop.settle()
+    loop.submit(
+        make_request(2, 8, priority=2),
+        make_request(3, 22, max_tokens=2, priority=1),
+    )
+    while loop.plan() is not None:
+        loop.settle()
+    assert loop.end(2).error is not None
+    assert [p.sequences[-1].uid for p in loop.plans] == [1, 2, 3, 3]
+    assert loop.scheduler.counts().preemptions == 0, "the quarantined blocks are enough for now"
+    loop.run()
+    loop.expect_reference(1, 3)
 
 
 def test_requests_that_enter_together_leave_room_for_each_other(make):
@@ -544,6 +572,19 @@ def test_expected_growth_rises_with_preemptions_and_decays():
     for _ in range(5000):
         growth.decoded()
     assert growth.tokens(100) == 10
+
+
+def test_admission_learns_from_preemptions(make):
+    loop = make(num_blocks={"compressed": 6, "index": 6}, growth_permille=40)
+    growth = loop.scheduler._roster.growth
+    loop.submit(make_request(1, 7, max_tokens=12), make_request(2, 7, max_tokens=12))
+    while not loop.scheduler.counts().preemptions:
+        before = growth.tokens(500)
+        loop.step()
+    assert growth.tokens(500) > before
+    peak = growth.tokens(500)
+    loop.run()
+    assert growth.tokens(500) < peak
 
 
 def test_a_generation_is_released_once():
@@ -623,6 +664,7 @@ def test_context_limit_ends_with_length(make, late, drafts):
     loop.submit(make_request(1, 9, max_tokens=50), make_request(2, 12, max_tokens=50))
     loop.run()
     assert len(loop.tokens(1)) == 4 and len(loop.tokens(2)) == 1
+    assert max(m.kv_len for p in loop.plans for m in p.sequences) <= 13
     loop.expect_reference()
 
 

@@ -38,7 +38,7 @@ from deepinfer_core.interfaces import (
 __all__ = ["CpuBackend"]
 
 NUMERICS = ("ideal", "cache", "release")
-CAPABILITIES = (*NUMERICS, "strict", "autograd")
+CAPABILITIES = (*NUMERICS, "autograd")
 
 
 class CpuBackend:
@@ -79,6 +79,8 @@ class CpuBackend:
 
     def supports(self, capability: str) -> bool:
         """See `KernelBackend.supports`."""
+        if capability == "strict":  # a GPU's library sums a row by the shape of the whole call
+            return self.runtime.device.type == "cpu"
         return capability in CAPABILITIES
 
     def with_strict(self, strict: bool) -> CpuBackend:
@@ -86,8 +88,11 @@ class CpuBackend:
         return self if strict == self.strict else CpuBackend(self.numerics, strict, self.runtime)
 
     def prepare(self, matrix: Matrix) -> Matrix:
-        """Weights stay as stored; ops widen them when they are used."""
-        return matrix
+        """Bring the weight to the device as stored; ops widen it when they use it."""
+        device = self.runtime.device
+        if matrix.payload.device == device:
+            return matrix
+        return linear.Part.of(matrix, lambda stored: stored.to(device))
 
     def entry_format(self, kind: str, width: int) -> tuple[int, torch.dtype]:
         """See `KernelBackend.entry_format`."""

@@ -57,8 +57,9 @@ class CpuEvent:
 class CpuQueue:
     """Work in order, each piece done when `submit` returns."""
 
-    def __init__(self) -> None:
-        """Make a queue without work."""
+    def __init__(self, device: torch.device) -> None:
+        """Make a queue without work for tensors on `device`."""
+        self._device = device
         self._failure: Failure | None = None
 
     @property
@@ -77,6 +78,8 @@ class CpuQueue:
             return
         try:
             work()
+            if self._device.type == "cuda":  # whose kernels return before they are done
+                torch.cuda.synchronize(self._device)
         except Exception as error:
             self._failure = Failure(error)
 
@@ -106,16 +109,22 @@ class CpuMemory:
 
 
 class CpuRuntime:
-    """Queues, events and memory of the CPU. Used by one thread."""
+    """Queues, events and memory of the CPU. Used by one thread.
 
-    def __init__(self) -> None:
+    Args:
+        device: where tensors live. The reference ops run wherever torch does: on a GPU they check
+            its kernels, or train a small model; work is still done when `submit` returns.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         """Make the three queues."""
-        self._queues = {name: CpuQueue() for name in _QUEUE_NAMES}
+        self._device = torch.device(device)
+        self._queues = {name: CpuQueue(self._device) for name in _QUEUE_NAMES}
 
     @property
     def device(self) -> torch.device:
         """Where tensors live."""
-        return torch.device("cpu")
+        return self._device
 
     def queue(self, name: str) -> CpuQueue:
         """Return the queue of that name, the same object every time.
@@ -137,6 +146,9 @@ class CpuRuntime:
 
     def memory(self) -> CpuMemory:
         """Return what this process may use: the machine's, or its control group's if less."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return CpuMemory(total, free)
         return read_memory()
 
     def synchronize(self) -> None:

@@ -58,8 +58,8 @@ class StoredMatrix:
     """
 
     payload: Tensor
-    scale: Tensor | None
-    format: str
+    scale: Tensor | None = None
+    format: str = TensorKind.PLAIN.value
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from deepinfer_core.interfaces import KernelBackend, Matrix
 from deepinfer_core.model.checkpoint import Checkpoint, StoredMatrix
 from deepinfer_core.model.config import LayerRole, ModelConfig
-from deepinfer_core.model.tensors import TensorKind
 
 __all__ = [
     "AttentionWeights",
@@ -23,35 +22,8 @@ __all__ = [
     "MixWeights",
     "ModelWeights",
     "MoeWeights",
-    "Weight",
     "load_weights",
 ]
-
-_FORMATS = {
-    TensorKind.PLAIN: "plain",
-    TensorKind.FLOAT32: "plain",
-    TensorKind.FP8_TILE: "fp8_tile",
-    TensorKind.FP8_ROW: "fp8_row",
-    TensorKind.FP4_ROW: "fp4_row",
-}
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A stored matrix, or a stack of them.
-
-    Satisfies `interfaces.Matrix`, which tells the formats.
-    """
-
-    payload: Tensor
-    scale: Tensor | None = None
-    format: str = "plain"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in), unpacked."""
-        rows, width = self.payload.shape[-2:]
-        return rows, width * 2 if self.format == "fp4_row" else width
 
 
 @dataclass(frozen=True)
@@ -233,14 +205,10 @@ class _Reader:
         return self.checkpoint.tensor(name).to(self.device)
 
     def plain(self, name: str) -> Matrix:
-        return self.backend.prepare(Weight(self.checkpoint.tensor(name)))
+        return self.backend.prepare(StoredMatrix(self.checkpoint.tensor(name)))
 
     def matrix(self, name: str) -> Matrix:
-        return self._prepared(self.checkpoint.matrix(name), f"{name}.weight")
-
-    def _prepared(self, stored: StoredMatrix, name: str) -> Matrix:
-        kind = _FORMATS[self.checkpoint.spec(name).kind]
-        return self.backend.prepare(Weight(stored.payload, stored.scale, kind))
+        return self.backend.prepare(self.checkpoint.matrix(name))
 
     def mix(self, prefix: str) -> MixWeights:
         return MixWeights(*(self.vector(f"{prefix}_{part}") for part in ("fn", "scale", "base")))
@@ -298,12 +266,7 @@ class _Reader:
 
     def moe(self, prefix: str, experts: Sequence[int], num_experts: int) -> MoeWeights:
         stacked = self.checkpoint.experts(f"{prefix}.experts", experts)
-        parts = {
-            name: self._prepared(
-                stored, f"{prefix}.experts.{experts[0] if experts else 0}.{name}.weight"
-            )
-            for name, stored in stacked.items()
-        }
+        parts = {name: self.backend.prepare(stored) for name, stored in stacked.items()}
         return MoeWeights(
             gate=self.plain(f"{prefix}.gate.weight"),
             bias=self.vector(f"{prefix}.gate.bias"),
@@ -326,10 +289,7 @@ class _Reader:
 
     def engram(self, prefix: str) -> EngramWeights:
         # the table stays in its file: of its rows a step touches a few
-        name = f"{prefix}.embed.weight"
-        spec = self.checkpoint.spec(name)
-        scale = None if spec.scale_name is None else self.checkpoint.mapped(spec.scale_name)
-        table = Weight(self.checkpoint.mapped(name), scale, _FORMATS[spec.kind])
+        table = self.checkpoint.matrix(f"{prefix}.embed", mapped=True)
         return EngramWeights(
             table=table,
             wkv=self.matrix(f"{prefix}.wkv"),

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deepinfer_core.cpu.backend import CpuBackend
+from deepinfer_core.cpu.runtime import CpuRuntime
 from deepinfer_core.model.batch import RowBatch
 from deepinfer_core.model.checkpoint import Checkpoint
 from deepinfer_core.model.config import ModelConfig
@@ -58,6 +59,11 @@ class ModelRun:
     state: ModelState
     tap: Recorder = field(default_factory=Recorder)
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors live."""
+        return self.backend.runtime.device
+
     def forward(
         self,
         token_ids: Sequence[int] | Tensor,
@@ -70,7 +76,7 @@ class ModelRun:
         **kwargs: Tensor,
     ) -> Forwarded:
         """Run one sequence's rows from `start` on; rows below `tail_start` skip the late layers."""
-        ids = torch.as_tensor(token_ids, dtype=torch.int64)
+        ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         image = kwargs.pop("is_image", None)
         rows = RowBatch.build(
             [len(ids)],
@@ -80,6 +86,7 @@ class ModelRun:
             window_floor=[window_floor],
             write_floor=[write_floor],
             is_image=image,
+            device=self.device,
         )
         tail = None
         if tail_start is not None:
@@ -99,7 +106,7 @@ class ModelRun:
         slot: int = 0,
     ) -> Forwarded:
         """Run a prompt in chunks; hidden and features of all rows, with the drafter's rings fed."""
-        ids = torch.as_tensor(token_ids, dtype=torch.int64)
+        ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         parts = []
         for offset in range(0, len(ids), chunk or len(ids)):
             part = ids[offset : offset + (chunk or len(ids))]
@@ -141,18 +148,19 @@ def load_run(
     block_size: int = 4,
     max_len: int = 512,
     max_drafts: int = 5,
+    device: str = "cpu",
 ) -> ModelRun:
     """Load a model folder, drafter included, with state for some sequences."""
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
-    backend = CpuBackend(numerics, strict)
+    backend = CpuBackend(numerics, strict, CpuRuntime(device))
     with Checkpoint.open(folder, config) as checkpoint:
         weights = load_weights(checkpoint, config, backend, drafter=True)
     engram = None
     if config.engram_layer_ids:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        engram = EngramHash.build(config, fold_vocabulary(tokenizer))
-    model = DeepseekV41(config, weights, engram, torch.device("cpu"))
+        engram = EngramHash.build(config, fold_vocabulary(tokenizer), backend.runtime.device)
+    model = DeepseekV41(config, weights, engram, backend.runtime.device)
     per_slot = -(-(max_len + max_drafts) // block_size)
     sizes = StateSizes(
         num_slots, dict.fromkeys(POOLS, num_slots * per_slot), block_size, max_len, max_drafts

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.cpu.ops.attention import last_rows
-from deepinfer_core.cpu.ops.linear import widen
+from deepinfer_core.cpu.ops.linear import Part, widen
 from deepinfer_core.cpu.ops.streams import rms_norm, sigmoid
 from deepinfer_core.interfaces import Matrix, Rows
 
@@ -52,22 +52,15 @@ def _columns(tokens: list[Tensor], multipliers: Tensor, primes: Tensor) -> Tenso
 def engram_read(table: Matrix, row_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """See `KernelBackend.engram_read`."""
     index = row_ids.flatten().to(table.payload.device)
-    payload = table.payload
-    if payload.dtype == torch.float8_e4m3fn:  # gathers know bytes, not fp8
-        taken = payload.view(torch.uint8)[index].view(torch.float8_e4m3fn)
-    else:
-        taken = payload[index]
-    values = widen(_Rows(taken, None if table.scale is None else table.scale[index], table.format))
+
+    def rows(stored: Tensor) -> Tensor:
+        if stored.dtype == torch.float8_e4m3fn:  # gathers know bytes, not fp8
+            return stored.view(torch.uint8)[index].view(stored.dtype)
+        return stored[index]
+
+    values = widen(Part.of(table, rows))
     width = row_ids.shape[1] * values.shape[1]
     return values.to(device=row_ids.device, dtype=dtype).view(row_ids.shape[0], width)
-
-
-class _Rows:
-    """Gathered rows of a table, seen as a matrix."""
-
-    def __init__(self, payload: Tensor, scale: Tensor | None, format: str):
-        self.payload, self.scale, self.format = payload, scale, format
-        self.shape = (payload.shape[0], payload.shape[1])
 
 
 def engram_gate(

@@ -5,19 +5,47 @@ All have one form whose rows do not depend on the number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from deepinfer_core.cpu.ops.formats import e2m1_values, round_fp8, scale_value, unpack_nibbles
 from deepinfer_core.interfaces import Matrix
 
-__all__ = ["ROW_TILE", "grouped_linear", "linear", "linear_float32", "product", "tiles", "widen"]
+__all__ = [
+    "ROW_TILE",
+    "Part",
+    "grouped_linear",
+    "linear",
+    "linear_float32",
+    "product",
+    "tiles",
+    "widen",
+]
 
 # A BLAS picks its kernel by the shape of the call, so a row's bits may change with the number of
 # rows beside it. In strict form every product is made of calls with exactly this many rows; then
 # they do not (tested).
 ROW_TILE = 8
 TILE = 32
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows or slots of a matrix, or a copy of it elsewhere; satisfies `interfaces.Matrix`."""
+
+    payload: Tensor
+    scale: Tensor | None
+    format: str
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, matrix: Matrix, change: Callable[[Tensor], Tensor]) -> Part:
+        """Apply the same change to payload and scale of a matrix."""
+        scale = None if matrix.scale is None else change(matrix.scale)
+        return cls(change(matrix.payload), scale, matrix.format, matrix.shape)
 
 
 def widen(matrix: Matrix) -> Tensor:

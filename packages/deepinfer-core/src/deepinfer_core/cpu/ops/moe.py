@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.cpu.ops.formats import round_fp8
-from deepinfer_core.cpu.ops.linear import linear_float32, product, widen
+from deepinfer_core.cpu.ops.linear import Part, linear_float32, product, widen
 from deepinfer_core.cpu.ops.streams import sigmoid
 from deepinfer_core.interfaces import ExpertWeights, Matrix
 
@@ -50,20 +50,9 @@ class _Widened:
     quantised: bool
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Chosen slots of a stacked matrix."""
-
-    payload: Tensor
-    scale: Tensor | None
-    format: str
-    shape: tuple[int, int]
-
-
 def _widen_chosen(experts: ExpertWeights, chosen: Tensor) -> _Widened:
     def part(matrix: Matrix) -> Tensor:
-        scale = None if matrix.scale is None else matrix.scale[chosen]
-        return widen(_Part(matrix.payload[chosen], scale, matrix.format, matrix.shape))
+        return widen(Part.of(matrix, lambda stack: stack[chosen]))
 
     return _Widened(
         part(experts.w1), part(experts.w3), part(experts.w2), experts.w1.scale is not None
