@@ -424,6 +424,8 @@ def test_resolve_fetches_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert resolve_model("owner/Model-1.5", revision="v2") == tmp_path
     assert (asked["model"], asked["revision"]) == ("owner/Model-1.5", "v2")
     assert "*.safetensors" in asked["allow_patterns"]
+    resolve_model("owner/Model-1.5", config_only=True)
+    assert asked["allow_patterns"] == ["config.json"]
 
 
 @dataclass(frozen=True)

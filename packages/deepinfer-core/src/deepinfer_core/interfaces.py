@@ -447,7 +447,7 @@ class KernelBackend(Protocol):
     def supports(self, capability: str) -> bool:
         """Whether the backend has a mode or format.
 
-        A numerics mode, `strict`, `graphs`, `autograd`, `collectives`.
+        A numerics mode, `strict`, `graphs` or `autograd`.
         """
 
     def with_strict(self, strict: bool) -> KernelBackend:

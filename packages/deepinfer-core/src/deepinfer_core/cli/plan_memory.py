@@ -40,7 +40,7 @@ def plan_memory(*, config: EngineConfig) -> None:
     from deepinfer_core.model.config import ModelConfig
     from deepinfer_core.model.hub import resolve_model
 
-    model = ModelConfig.from_folder(resolve_model(config.model))
+    model = ModelConfig.from_folder(resolve_model(config.model, config_only=True))
     backend = find_backend(config.accelerator, config.numerics)
     title = f"{config.model} on `{backend.name}`, numerics {config.numerics}"
     print_table(title, plan(model, config, backend).table())

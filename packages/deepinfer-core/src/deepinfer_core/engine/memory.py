@@ -136,12 +136,10 @@ def plan_memory(
     slot_bytes = _slot_bytes(model, backend, empty)
     weights, mapped = _weight_bytes(model)
     free = backend.runtime.memory().free
-    left = (
-        free
-        - (0 if weights_loaded else weights)
-        - (config.max_sequences + 1) * sum(slot_bytes.values())
-    )
-    num_blocks = _num_blocks(config, empty, sum(block_bytes.values()), left)
+    held = 0 if weights_loaded else weights
+    slots = (config.max_sequences + 1) * sum(slot_bytes.values())
+    budget = _Budget(free, held, slots)
+    num_blocks = _num_blocks(config, empty, sum(block_bytes.values()), budget)
     sizes = replace(empty, num_blocks=dict.fromkeys(POOLS, num_blocks))
     return MemoryPlan(sizes, weights, mapped, entry_bytes, block_bytes, slot_bytes, free)
 
@@ -200,7 +198,25 @@ def _weight_bytes(model: ModelConfig) -> tuple[int, int]:
     return kept, mapped
 
 
-def _num_blocks(config: EngineConfig, sizes: StateSizes, block: int, left: int) -> int:
+@dataclass(frozen=True)
+class _Budget:
+    """Bytes: what is free, and what weights and slots still take of it."""
+
+    free: int
+    weights: int
+    slots: int
+
+    @property
+    def left(self) -> int:
+        return max(self.free - self.weights - self.slots, 0)
+
+    def __str__(self) -> str:
+        weights = f"{size_text(self.weights)} of weights and " if self.weights else ""
+        taken = f"{weights}{size_text(self.slots)} of slots"
+        return f"{taken} leave {size_text(self.left)} of {size_text(self.free)} for caches"
+
+
+def _num_blocks(config: EngineConfig, sizes: StateSizes, block: int, budget: _Budget) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     wanted = config.max_sequences * sizes.table_len + 1
@@ -208,11 +224,12 @@ def _num_blocks(config: EngineConfig, sizes: StateSizes, block: int, left: int) 
         count = min(wanted, int(config.cache_memory_gib * GIB) // block)
         source = f"`cache_memory_gib` is {config.cache_memory_gib:g}"
     else:
-        count = min(wanted, int(max(left, 0) * CACHE_SHARE) // block)
-        source = f"{size_text(max(left, 0))} are free for caches"
+        count = min(wanted, int(budget.left * CACHE_SHARE) // block)
+        source = str(budget)
     if count < 2:
         raise ConfigError(
-            f"{source}, but a block of {sizes.block_size} tokens takes {size_text(block)} "
-            "and 2 are the least. Give more memory, or lower `max_sequences`."
+            f"{source}, but a block of {sizes.block_size} tokens takes {size_text(block)} and 2 "
+            "are the least. Use a device with more memory, lower `max_sequences`, or set "
+            "`num_blocks` yourself."
         )
     return count

@@ -12,7 +12,9 @@ __all__ = ["resolve_model"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
+def resolve_model(
+    model: str | Path, *, revision: str | None = None, config_only: bool = False
+) -> Path:
     """Return the folder of a model given as a folder or as a hub id such as `owner/name`.
 
     A hub id is fetched with huggingface_hub, which keeps to its own cache, shows progress and
@@ -21,6 +23,7 @@ def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
     Args:
         model: a folder, or a hub id if there is no such folder.
         revision: branch, tag or commit on the hub.
+        config_only: fetch `config.json` alone, no weights.
     Raises:
         CheckpointError: neither a folder nor a hub id, or the hub cannot give it.
     """
@@ -34,10 +37,11 @@ def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
             f"`{model}` {state}. A model is a folder with config.json, tokenizer.json and "
             f"*.safetensors, or a hub id such as `deepseek-ai/DeepSeek-V4.1-Flash`."
         )
-    return _fetch(str(model), revision)
+    wanted = ["config.json"] if config_only else ["*.json", "*.safetensors"]
+    return _fetch(str(model), revision, wanted)
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, wanted: list[str]) -> Path:
     # imported here: a folder needs no hub
     import huggingface_hub
     from huggingface_hub import errors
@@ -48,7 +52,7 @@ def _fetch(model: str, revision: str | None) -> Path:
         fetched = huggingface_hub.snapshot_download(
             model,
             revision=revision,
-            allow_patterns=["*.json", "*.safetensors"],
+            allow_patterns=wanted,
             # another layout of the same configuration, not read here
             ignore_patterns=["inference/*"],
         )
