@@ -47,6 +47,12 @@ def test_nan_ends_its_own_request_alone(poisoned, numerics, determinism):
         again = llm.generate([prompts[0], prompts[2]] * 3, GREEDY)
         assert {output.finish_reason for output in again} == {FinishReason.LENGTH}
         llm.engine.audit()
+        assert not any(
+            count
+            for pool in llm.engine.counts.blocks.values()
+            for state, count in pool.items()
+            if state != "free"
+        )
 
 
 def test_a_device_fault_ends_the_step_and_not_the_engine():
@@ -63,6 +69,17 @@ def test_a_device_fault_ends_the_step_and_not_the_engine():
         outputs = llm.generate([[5, 6, 7], [8, 9], [10, 11, 12]], GREEDY)
         assert [o.finish_reason.value for o in outputs] == ["error", "error", "length"]
         assert "7.3 GiB" in outputs[0].error
+        llm.engine.audit()
+        assert llm.generate([5, 6, 7], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_fault_of_ours_is_raised_and_leaves_the_books_in_order():
+    with LLM(FOLDER, **SMALL) as llm:
+        forward = llm.engine._worker.model.forward
+        llm.engine._worker.model.forward = lambda *args, **kwargs: {}["absent"]
+        with pytest.raises(KeyError, match="absent"):
+            llm.generate([5, 6, 7], GREEDY)
+        llm.engine._worker.model.forward = forward
         llm.engine.audit()
         assert llm.generate([5, 6, 7], GREEDY)[0].finish_reason is FinishReason.LENGTH
 

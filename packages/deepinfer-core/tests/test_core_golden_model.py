@@ -115,7 +115,7 @@ def test_continuation_and_drafts_match_golden(name, numerics):
         data,
         numerics,
         1e-4 if numerics == "ideal" else 1e-2,
-        2e-4 if numerics == "ideal" else 2e-2,
+        2e-4 if numerics == "ideal" else 1e-2,
     )
 
 

@@ -96,7 +96,6 @@ class Engine:
         A device error ends the requests of its step, each with an error; the others go on.
         """
         began = time.perf_counter()
-        self._scrub()
         plan = self._scheduler.plan()
         if plan is None:
             return self._scheduler.pop_updates()
@@ -104,6 +103,7 @@ class Engine:
         updates: tuple[SequenceUpdate, ...] = ()
         while len(self._ring) > DEPTH:
             updates += self._settle()
+            self._scrub()
         self._count(plan, time.perf_counter() - began)
         return updates
 
@@ -123,12 +123,12 @@ class Engine:
         ticket = self._ring.pop()
         try:
             result = ticket.result()
-        except (
-            RuntimeError,
-            MemoryError,
-        ) as error:  # what torch raises for device and memory faults
+        except Exception as error:
             sentence = f"step {ticket.plan.output.step_seq} failed on the device: {error}"
-            return self._scheduler.fail(ticket.plan, sentence)
+            updates = self._scheduler.fail(ticket.plan, sentence)
+            if isinstance(error, (RuntimeError, MemoryError)):  # device and memory faults of torch
+                return updates
+            raise  # a fault of ours: the books are in order, but nobody should trust the rest
         return self._scheduler.settle(ticket.plan, result)
 
     def _scrub(self) -> None:
@@ -140,7 +140,7 @@ class Engine:
     def _count(self, plan: StepPlan, seconds: float) -> None:
         stats = self.stats
         stats.steps += 1
-        stats.preemptions = self._scheduler.counts().preemptions
+        stats.preemptions = self._scheduler.num_preemptions
         if plan.output.kind is StepKind.PREFILL:
             stats.prefill_tokens += plan.output.num_rows
             stats.prefill_seconds += seconds

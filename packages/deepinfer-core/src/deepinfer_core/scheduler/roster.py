@@ -64,7 +64,7 @@ class Roster:
         if row.enters:
             sequence.slot = self.slots.acquire(sequence.owner)
         try:
-            missing = sequence.table.missing(row.start + row.num_rows)
+            missing = sequence.table.missing(row.end)
             if missing:
                 row.blocks = sequence.table.extend(self.pools.allocate(sequence.owner, missing))
         except BaseException:
@@ -149,8 +149,7 @@ class Roster:
             del self.resident[sequence.uid]
             self.releases.release(sequence)
             sequence.move(State.WAITING)
-            sequence.generation += 1
-            sequence.reset(self._new_table())
+            sequence.restart(self._new_table())
             self.waiting.add(sequence)
         elif sequence.state in (State.FINISHING, State.ABORTING):
             sequence.move(State.RELEASING)

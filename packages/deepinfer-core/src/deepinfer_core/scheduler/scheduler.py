@@ -130,6 +130,11 @@ class Scheduler:
         """Whether a request is live, a step unsettled or an update not fetched."""
         return bool(self._roster.by_client or self._steps or self._outbox)
 
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions of all requests so far."""
+        return self._roster.num_preemptions
+
     # Steps
 
     def plan(self) -> StepPlan | None:

@@ -54,31 +54,32 @@ class Selection:
     def decode(self) -> None:
         """Take a row for every running sequence, as far as blocks go; preempt when they do not."""
         roster = self._roster
-        ready = [s for s in roster.resident.values() if self._may_decode(s)]
-        needs = {s.uid: s.table.missing(self._end(s)) for s in ready}
+        rows = [self._decode_row(s) for s in roster.resident.values() if self._may_decode(s)]
+        needs = {row.sequence.uid: row.sequence.table.missing(row.end) for row in rows}
         if sum(needs.values()) > roster.pools.num_free:
-            self._make_room_to_decode(ready, needs)
-            ready = sorted((s for s in ready if s.state is State.RUNNING), key=lambda s: s.order)
-        for sequence in ready:
-            if needs[sequence.uid] <= roster.pools.num_free:
-                drafts = self._num_drafts(sequence)
-                start = sequence.planned_len
-                self._take(PlannedRow(sequence, Phase.VERIFY, start, 1 + drafts, drafts))
+            self._make_room_to_decode(rows, needs)
+            rows = [row for row in rows if row.sequence.state is State.RUNNING]
+            rows.sort(key=lambda row: row.sequence.order)
+        for row in rows:
+            need = needs[row.sequence.uid]
+            if not need or need <= roster.pools.num_free:
+                self._take(row)
         roster.growth.decoded()
 
-    def _make_room_to_decode(self, ready: list[Sequence], needs: dict[int, int]) -> None:
+    def _make_room_to_decode(self, rows: list[PlannedRow], needs: dict[int, int]) -> None:
         """Preempt until the rows fit, now or once what is on its way back has arrived."""
         roster = self._roster
 
-        def shortage() -> int:
-            return (
-                sum(needs[s.uid] for s in ready if s.state is State.RUNNING) - roster.pools.num_free
-            )
+        def running() -> list[Sequence]:
+            return [row.sequence for row in rows if row.sequence.state is State.RUNNING]
 
-        while shortage() > 0 and shortage() > roster.pending_free():
+        def shortage() -> int:
+            return sum(needs[s.uid] for s in running()) - roster.pools.num_free
+
+        while shortage() > roster.pending_free():
             victim = roster.victim()
             if victim is None:
-                self._exhausted(next(s for s in ready if s.state is State.RUNNING))
+                self._exhausted(running()[0])
                 return
             self._preempt(victim)
 
@@ -90,13 +91,12 @@ class Selection:
             and sequence.planned_len < self._limits.max_model_len
         )
 
-    def _num_drafts(self, sequence: Sequence) -> int:
-        """Return the drafts to verify: within the context, and none beyond the cap."""
-        room = self._limits.max_model_len - 1 - sequence.planned_len
-        return min(self._limits.max_drafts, room, sequence.remaining - 1)
-
-    def _end(self, sequence: Sequence) -> int:
-        return sequence.planned_len + 1 + self._num_drafts(sequence)
+    def _decode_row(self, sequence: Sequence) -> PlannedRow:
+        """Return the last token and the drafts to verify, within the context and the cap."""
+        start = sequence.planned_len
+        room = self._limits.max_model_len - 1 - start
+        drafts = min(self._limits.max_drafts, room, sequence.remaining - 1)
+        return PlannedRow(sequence, Phase.VERIFY, start, 1 + drafts, drafts)
 
     # Prefill
 

@@ -71,6 +71,8 @@ class Sequence:
         "last_step",
         "num_preemptions",
         "num_unsettled_samples",
+        "owner",
+        "prompt_len",
         "prompt_logprobs_from",
         "released",
         "request",
@@ -80,6 +82,7 @@ class Sequence:
         "table",
         "tail_start",
         "tokens",
+        "uid",
         "unsettled",
     )
 
@@ -94,21 +97,24 @@ class Sequence:
             table: an empty block table.
             limits: for the context length and the window.
         """
-        prompt_len = len(request.prompt_token_ids)
         self.request = request
+        self.uid = request.uid
+        self.prompt_len = prompt_len = len(request.prompt_token_ids)
         self.arrival = arrival
         self.cap = min(request.params.max_tokens, limits.max_model_len - prompt_len)
         # Always of the original prompt: a recompute then repeats the same arithmetic.
         self.tail_start = max(0, prompt_len - limits.window) if request.replay_decoder else 0
         self.tokens = list(request.prompt_token_ids)  # committed: prompt and output
         self.state = State.NEW
-        self.generation = 0
+        self.generation = -1
         self.num_preemptions = 0
         self.prompt_logprobs_from = 1  # first prompt position not delivered
-        self.reset(table)
+        self.restart(table)
 
-    def reset(self, table: BlockTable) -> None:
-        """Forget what was computed: a new generation starts with an empty `table`."""
+    def restart(self, table: BlockTable) -> None:
+        """Start a new generation: nothing is computed and `table` is empty."""
+        self.generation += 1
+        self.owner = Owner(self.uid, self.generation)  # of the generation's blocks and slot
         self.table = table
         self.slot: int | None = None
         self.settled_len = 0
@@ -126,16 +132,6 @@ class Sequence:
         self.state = state
 
     @property
-    def uid(self) -> int:
-        """The request's uid."""
-        return self.request.uid
-
-    @property
-    def owner(self) -> Owner:
-        """Who owns blocks and slot of the present generation."""
-        return Owner(self.request.uid, self.generation)
-
-    @property
     def order(self) -> Order:
         """Place among all sequences: priority first, then arrival."""
         return (-self.request.priority, self.arrival)
@@ -146,14 +142,9 @@ class Sequence:
         return self.settled_len + self.inflight
 
     @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_produced(self) -> int:
         """Tokens of the output that are settled."""
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.tokens) - self.prompt_len
 
     @property
     def remaining(self) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from deepinfer_core.scheduler.roster import Roster
 from deepinfer_core.scheduler.sequence import LIVE, Sequence
 from deepinfer_core.types import (
     FinishReason,
     Phase,
+    PromptLogprob,
     RowStatus,
     SequenceMetadata,
     SequenceUpdate,
@@ -57,22 +56,24 @@ def apply_row(
     # All rows of a chunk are final; of a decode row, the fed token and the accepted drafts.
     sequence.settled_len += len(token_ids) if meta.phase is Phase.VERIFY else meta.num_rows
     produced = sequence.produce(token_ids)
-    update = SequenceUpdate(
+    known = _undelivered(sequence, result.prompt_logprobs[row]) if meta.prompt_targets else ()
+    if produced.finish_reason is not None:
+        roster.end(sequence, produced.finish_reason)
+    if not token_ids and not known:
+        return None
+    return SequenceUpdate(
         sequence.uid,
         token_ids=tuple(produced.token_ids),
         logprobs=result.logprobs[row][: len(produced.token_ids)],
+        prompt_logprobs=known,
+        finish_reason=produced.finish_reason,
         num_preemptions=sequence.num_preemptions,
     )
-    # A recomputed chunk may overlap what was delivered before the preemption.
-    known = tuple(
-        item
-        for item in result.prompt_logprobs[row]
-        if item.position >= sequence.prompt_logprobs_from
-    )
+
+
+def _undelivered(sequence: Sequence, items: tuple[PromptLogprob, ...]) -> tuple[PromptLogprob, ...]:
+    """Return those that are new: a recomputed chunk may overlap what was told before."""
+    known = tuple(item for item in items if item.position >= sequence.prompt_logprobs_from)
     if known:
         sequence.prompt_logprobs_from = known[-1].position + 1
-        update = replace(update, prompt_logprobs=known)
-    if produced.finish_reason is not None:
-        roster.end(sequence, produced.finish_reason)
-        update = replace(update, finish_reason=produced.finish_reason)
-    return update if token_ids or known else None
+    return known

@@ -42,6 +42,11 @@ class PlannedRow:
     blocks: tuple[BlockDelta, ...] = ()
     enters: bool = False
 
+    @property
+    def end(self) -> int:
+        """U after this step."""
+        return self.start + self.num_rows
+
 
 @dataclass(frozen=True, slots=True)
 class UnsettledStep:
@@ -99,7 +104,7 @@ def build_plan(
 def _metadata(row: PlannedRow, from_carry: bool, history_len: int) -> SequenceMetadata:
     sequence, start = row.sequence, row.start
     assert sequence.slot is not None, f"request {sequence.uid} is in a step without a slot"
-    end = start + row.num_rows
+    end = row.end
     if row.phase is Phase.VERIFY:
         # The host supplies the last sampled token; drafts are known to the device alone.
         token_ids = () if from_carry else tuple(sequence.tokens[-1:])
