@@ -63,10 +63,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--output", type=int, default=32, help="tokens")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; the model is tiny")
     parser.add_argument("--out", type=Path, help="append the JSON line to this file")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"

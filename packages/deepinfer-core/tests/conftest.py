@@ -91,7 +91,8 @@ class ScriptedEngine:
         self.stats.decode_seconds += 0.5
         if token_id < 0:
             del self.live[uid]
-            return SequenceUpdate(uid, finish_reason=FinishReason.ERROR, error="No finite logit.")
+            reason, error, code = FinishReason.ERROR, "No finite logit.", "non_finite"
+            return SequenceUpdate(uid, finish_reason=reason, error=error, error_code=code)
         reason = FinishReason.LENGTH if count + 1 == request.params.max_tokens else None
         reason = FinishReason.STOP if token_id in request.stop_ids else reason
         self.live[uid] = (request, tokens, count + 1)

@@ -10,7 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.bench.make_checkpoint import second_geometry_config, write_checkpoint
-from deepinfer_core.errors import CheckpointError, ConfigError, DuplicateRequest, RequestError
+from deepinfer_core.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateRequest,
+    KernelInputError,
+    RequestError,
+)
 from deepinfer_core.types import FinishReason
 
 FOLDER = Path(__file__).parents[3] / "tests" / "conformance" / "model" / "tiny_a_fp"
@@ -39,7 +45,7 @@ def test_nan_ends_its_own_request_alone(poisoned, numerics, determinism):
     with LLM(poisoned, **options, max_sequences=2, num_blocks=30) as llm:
         first, bad, last = llm.generate(prompts, GREEDY)
         assert bad.finish_reason is FinishReason.ERROR
-        assert "finite" in bad.error
+        assert "finite" in bad.error and bad.error_code == "non_finite"
         if determinism == "strict":
             assert [first.token_ids, last.token_ids] == wanted
         assert first.finish_reason is last.finish_reason is FinishReason.LENGTH
@@ -55,31 +61,38 @@ def test_nan_ends_its_own_request_alone(poisoned, numerics, determinism):
         )
 
 
-def test_a_device_fault_ends_the_step_and_not_the_engine():
+def failing_at(llm: LLM, call: int, error: BaseException) -> None:
+    """Make one forward pass of the engine raise."""
+    model, calls = llm.engine._worker.model, []
+    forward = model.forward
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return forward(*args, **kwargs)
+
+    model.forward = fail
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, ValueError, KernelInputError])
+def test_a_device_fault_ends_the_requests_of_its_step_and_not_the_engine(kind):
     with LLM(FOLDER, **SMALL, max_sequences=2) as llm:
-        forward, calls = llm.engine._worker.model.forward, []
-
-        def failing(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == 3:
-                raise RuntimeError("out of memory: tried to allocate 7.3 GiB")
-            return forward(*args, **kwargs)
-
-        llm.engine._worker.model.forward = failing
+        failing_at(llm, 3, kind("out of memory: tried to allocate 7.3 GiB"))
         outputs = llm.generate([[5, 6, 7], [8, 9], [10, 11, 12]], GREEDY)
         assert [o.finish_reason.value for o in outputs] == ["error", "error", "length"]
         assert "7.3 GiB" in outputs[0].error
+        assert outputs[0].error_code == "device_fault"
         llm.engine.audit()
         assert llm.generate([5, 6, 7], GREEDY)[0].finish_reason is FinishReason.LENGTH
 
 
-def test_a_fault_of_ours_is_raised_and_leaves_the_books_in_order():
+@pytest.mark.parametrize("error", [AssertionError("a fault of ours"), KeyboardInterrupt()])
+def test_what_is_raised_leaves_the_books_in_order(error):
     with LLM(FOLDER, **SMALL) as llm:
-        forward = llm.engine._worker.model.forward
-        llm.engine._worker.model.forward = lambda *args, **kwargs: {}["absent"]
-        with pytest.raises(KeyError, match="absent"):
-            llm.generate([5, 6, 7], GREEDY)
-        llm.engine._worker.model.forward = forward
+        failing_at(llm, 2, error)
+        with pytest.raises(type(error)):
+            llm.generate([[5, 6, 7], [8, 9]], GREEDY)
         llm.engine.audit()
         assert llm.generate([5, 6, 7], GREEDY)[0].finish_reason is FinishReason.LENGTH
 
@@ -90,7 +103,8 @@ def test_a_request_that_outgrows_the_cache_ends_and_others_go_on():
         short = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         long, other = llm.generate([[5] * 8, [6] * 8], [greedy, short])
         assert long.finish_reason is FinishReason.ERROR
-        assert "cache" in long.error
+        assert long.error_code == "cache_exhausted"
+        assert long.token_ids
         assert len(other.token_ids) == 4
         llm.engine.audit()
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from deepinfer_core import __version__
 from deepinfer_core.bench.make_checkpoint import demo_config
-from deepinfer_core.cli import demo, main
+from deepinfer_core.cli import demo, main, options
 from deepinfer_core.cli.doctor import below
 from deepinfer_core.cli.jsonl import LineWriter, OrderedLines
 from deepinfer_core.cli.progress import RunProgress, rates
@@ -29,8 +29,9 @@ def run(scripted, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch
     """Run `deepinfer generate` on the scripted engine: (status, lines, text of standard error)."""
 
     def call(*arguments: str, stdin: bytes = b"") -> tuple[int, list[dict], str]:
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as left:
+        (tmp_path / "stdin").write_bytes(stdin)
+        with (tmp_path / "stdin").open() as file, pytest.raises(SystemExit) as left:
+            monkeypatch.setattr(sys, "stdin", file)
             main(["generate", "--model", str(tmp_path / "model"), *arguments])
         out, err = capfd.readouterr()
         return int(left.value.code or 0), [json.loads(line) for line in out.splitlines()], err
@@ -108,7 +109,7 @@ def test_file_goes_in_and_file_comes_out(run, tmp_path: Path) -> None:
         (b"7", None, "invalid_json", "not a JSON object"),
         (jsonl({"prompt": "a", "tempersture": 1}), "tempersture", "unknown_field", "temperature"),
         (jsonl({"prompt": "a", "temperature": "hot"}), "temperature", "invalid_request", "'hot'"),
-        (jsonl({"prompt": "a", "max_tokens": 0}), "max_tokens", "invalid_request", "at least 1"),
+        (jsonl({"prompt": "a", "max_tokens": 0}), "max_tokens", "invalid_request", "from 1 to"),
         (jsonl({"prompt": "a", "stop": 5}), "stop", "invalid_request", "a list of texts"),
         (jsonl({"prompt": "a", "stop_token_ids": 5}), "stop_token_ids", "invalid_request", "list"),
         (jsonl({"prompt": 5}), "prompt", "invalid_request", "a text"),
@@ -124,7 +125,7 @@ def test_bad_line_is_an_error_in_its_place_and_the_others_complete(
 ) -> None:
     stdin = jsonl({"prompt": "boat"}) + line.rstrip(b"\n") + b"\n" + jsonl({"prompt": "ship"})
     status, lines, err = run("-", "--max-tokens", "2", stdin=stdin)
-    assert (status, err) == (1, "")
+    assert (status, err) == (1, 'error: 1 of 3 prompts failed; see the lines with "error"\n')
     assert [each["index"] for each in lines] == [0, 1, 2]
     assert list(lines[1]) == ["index", "error"]
     assert message in lines[1]["error"].pop("message")
@@ -132,9 +133,22 @@ def test_bad_line_is_an_error_in_its_place_and_the_others_complete(
     assert [len(each["token_ids"]) for each in (lines[0], lines[2])] == [2, 2]
 
 
+def test_failed_prompts_are_counted_with_the_file_they_are_in(run, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    status, _, err = run("-", "--out", str(out), stdin=jsonl({"prompt": "a"}, {"prompt": ""}, {}))
+    assert (status, err) == (1, f"error: 2 of 3 prompts failed; see {out}\n")
+
+
 def test_bad_line_names_its_number_in_the_file(run) -> None:
-    _, lines, _ = run("-", stdin=b"\n\n{\n")
-    assert lines[0]["error"]["message"].startswith("Line 3: ")
+    bad = jsonl({"prompt": ""}, {"prompt_token_ids": [600]}, {"prompt_token_ids": [-2]})
+    _, lines, _ = run("-", stdin=b"\n\n{\n" + bad)
+    for number, line in enumerate(lines, start=3):
+        assert line["error"]["message"].startswith(f"Line {number}: ")
+
+
+def test_prompt_of_the_command_line_has_no_line(run) -> None:
+    _, lines, _ = run("--prompt", "")
+    assert lines[0]["error"]["message"].startswith("The prompt is empty")
 
 
 def test_bad_line_does_not_change_the_seeds_of_the_others(run, scripted) -> None:
@@ -148,11 +162,21 @@ def test_bad_line_does_not_change_the_seeds_of_the_others(run, scripted) -> None
     assert [request.seed for request in scripted.requests] == [whole[0], whole[2]]
 
 
-def test_request_that_fails_while_it_runs_is_an_error_line(run, scripted) -> None:
+def test_request_that_fails_while_it_runs_keeps_what_it_produced(run, scripted) -> None:
     scripted.script = lambda request: [10, -1 if request.uid == 0 else 11]
-    status, lines, _ = run("--prompt", "a", "--prompt", "b", "--max-tokens", "2")
-    error = {"message": "No finite logit.", "param": None, "code": "generation_failed"}
-    assert (status, lines[0]) == (1, {"index": 0, "error": error})
+    prompts = ("--prompt", "a", "--prompt", "b")
+    status, lines, _ = run(*prompts, "--max-tokens", "2", "--logprobs", "0")
+    assert status == 1
+    assert lines[0] == {
+        "index": 0,
+        "prompt_token_ids": lines[0]["prompt_token_ids"],
+        "token_ids": [10],
+        "text": lines[1]["text"][0],
+        "finish_reason": "error",
+        "logprobs": [{"token_id": 10, "logprob": -0.5, "top": []}],
+        "error": {"message": "No finite logit.", "param": None, "code": "non_finite"},
+    }
+    assert len(lines[0]["prompt_token_ids"]) == 1
     assert lines[1]["token_ids"] == [10, 11]
 
 
@@ -202,13 +226,40 @@ def test_unknown_variable_ends_with_status_2(run, monkeypatch: pytest.MonkeyPatc
     assert "mean `DEEPINFER_NUMERICS`" in err
 
 
-def test_input_is_not_overwritten_with_results(run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["same name", "other name", "standard input"])
+def test_input_is_not_overwritten_with_results(run, tmp_path: Path, way: str) -> None:
     file = tmp_path / "lines.jsonl"
-    file.write_bytes(jsonl({"prompt": "a"}))
-    status, _, err = run("--input", str(file), "--out", str(file))
+    content = jsonl({"prompt": "a"})
+    file.write_bytes(content)
+    source = ["--input", str(file)]
+    if way == "other name":
+        (tmp_path / "link").hardlink_to(file)
+        source = ["--input", str(tmp_path / "link")]
+    elif way == "standard input":
+        source, file = ["-"], tmp_path / "stdin"
+    status, _, err = run(*source, "--out", str(file), stdin=content)
+    assert (status, err) == (
+        2,
+        "error: Results would go into the file of the prompts; change one.\n",
+    )
+    assert file.read_bytes() == content
+
+
+def test_absent_input_is_an_error_and_leaves_old_results(run, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    status, _, err = run("--input", str(tmp_path / "absent"), "--out", str(out))
     assert status == 2
-    assert "change one" in err
-    assert file.read_bytes() == jsonl({"prompt": "a"})
+    assert "cannot be read: No such file" in err and "Traceback" not in err
+    assert out.read_text() == "old\n"
+
+
+def test_input_may_be_standard_input_by_its_usual_name(run, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    status, _, err = run("--input", "-", "--out", str(out), stdin=jsonl({"prompt": "a"}))
+    assert (status, err) == (0, "")
+    assert json.loads(out.read_text())["index"] == 0
 
 
 def test_old_results_stay_until_the_model_is_loaded(run, tmp_path: Path) -> None:
@@ -242,6 +293,54 @@ def test_a_line_waits_for_those_before_it() -> None:
     assert after == [[], [0], [0, 1, 2], [0, 1, 2]]
     lines.put_rest()
     assert recorder.lines[-1] == {"index": 4}
+
+
+def test_interrupt_behind_a_write_does_not_write_the_line_again() -> None:
+    class Interrupted(Recorder):
+        def write(self, line: object) -> None:
+            super().write(line)
+            if len(self.lines) == 1:
+                raise KeyboardInterrupt
+
+    recorder = Interrupted()
+    lines = OrderedLines(recorder)  # type: ignore[arg-type]
+    lines.put(1, {"index": 1})
+    with pytest.raises(KeyboardInterrupt):
+        lines.put(0, {"index": 0})
+    lines.put_rest()
+    assert recorder.lines == [{"index": 0}, {"index": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("stdin", ["generate", "-"], "Standard input is closed; give `--prompt` or `--input`."),
+        ("stdout", ["generate", "--prompt", "a"], "Standard output is closed; choose a file"),
+        ("stdout", ["doctor"], "Standard output is closed"),
+    ],
+)
+def test_closed_stream_is_one_error(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("DEEPINFER_MODEL", "/no/such/model")
+    monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    err = capfd.readouterr().err
+    assert left.value.code in (1, 2)
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_errors_do_not_go_among_the_results(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    options.fail("nobody reads this")
+    assert capfd.readouterr().out == ""
 
 
 def test_lines_are_in_the_file_while_others_still_run(run, scripted, tmp_path: Path) -> None:
@@ -340,6 +439,29 @@ def test_ctrl_c_keeps_finished_lines_and_ends_with_130(scripted, tmp_path: Path)
     assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == [0, 2]
 
 
+def test_ctrl_c_while_writing_writes_every_finished_line_once(scripted, tmp_path: Path) -> None:
+    press = (
+        "from deepinfer_core.cli.jsonl import LineWriter\n"
+        "write = LineWriter.write\n"
+        "def pressing(self, line):\n"
+        "    write(self, line)\n"
+        "    if self.num_lines == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "LineWriter.write = pressing\n"
+        "engine.before_step = lambda: None\n"
+        "module.build_engine ="
+    )
+    code = INTERRUPTED.format(tests=str(Path(__file__).parent))
+    driver = tmp_path / "driver.py"
+    driver.write_text(code.replace("module.build_engine =", press))
+    lines = ({"prompt_token_ids": [9], "max_tokens": count} for count in (3, 3, 1000, 3))
+    command = [sys.executable, str(driver), "generate", "-", "--model", str(tmp_path / "model")]
+    done = subprocess.run(command, input=jsonl(*lines), capture_output=True, timeout=120)
+    assert done.returncode == 130
+    assert done.stderr == b"error: interrupted; 3 of 4 lines are written\n"
+    assert [json.loads(line)["index"] for line in done.stdout.splitlines()] == [0, 1, 3]
+
+
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
         "import sys\nfrom deepinfer_core.cli import main\n"
@@ -409,7 +531,7 @@ def test_help_has_a_flag_with_text_for_every_option(
         assert f"─ {group} ─" in shown
 
 
-def test_doctor_says_what_runs_and_how_to_get_the_rest(
+def test_doctor_says_what_runs_and_what_the_rest_lacks(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -419,6 +541,37 @@ def test_doctor_says_what_runs_and_how_to_get_the_rest(
     assert not left.value.code
     assert "numerics ideal, cache, release; determinism strict and normal" in out
     assert "torch" in out and "Chosen without" in out
+    assert "nvidia" in out and "ascend" in out and "pip install" not in out
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_tables_lose_no_text_on_a_narrow_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(options, "_PIPE_WIDTH", width)
+    note = "/a/path/without/a/space/to/break/it/at/" * 3
+    options.print_table("Title", [("slots: compressor carry", "not in this build", note)])
+    out = capfd.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    cells = [line.strip("│").split("│") for line in out.splitlines() if "│" in line]
+    first, second, third = (
+        [cell.strip() for cell in column] for column in zip(*cells, strict=True)
+    )
+    assert first[0] == "slots: compressor carry"
+    assert " ".join(second).strip() == "not in this build"
+    assert "".join(third) == note
+
+
+def test_switches_take_no_value_in_the_help(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    flags = {"--version": [], "--ignore-eos": ["generate"], "--plain": ["bench", "make-checkpoint"]}
+    for flag, verb in flags.items():
+        with pytest.raises(SystemExit):
+            main([*verb, "--help"])
+        [line] = [line for line in capfd.readouterr().out.splitlines() if flag in line]
+        assert "bool" not in line.lower()
 
 
 def test_memory_plan_shows_what_fits_from_the_configuration_alone(

@@ -169,3 +169,41 @@ def test_penalties_count_committed_tokens_once():
     for tokens, _, _ in run(tight, asked).values():
         assert len(tokens) == len(set(tokens)) == 25
     assert tight.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("place", ["before", "after", "between"])
+def test_prompt_logprobs_beside_a_replaying_neighbour_are_those_of_the_request_alone(place):
+    """A neighbour that skips late layers leaves fewer hidden rows than the step has rows."""
+
+    def replaying(uid: int) -> Request:
+        base = request(uid, 60, temperature=0.0)
+        return Request(
+            uid, f"r{uid}", base.prompt_token_ids, base.params, 1, strict=True, replay_decoder=True
+        )
+
+    asked = request(1, 20, temperature=0.0, prompt_logprobs=1)
+    others = {"before": [replaying(0)], "after": [replaying(2)]}
+    others["between"] = [*others["before"], *others["after"]]
+    batch = sorted([asked, *others[place]], key=lambda each: each.uid)
+
+    def values(requests: list[Request]):
+        target, found = engine(max_step_tokens=200), []
+        for each in requests:
+            target.submit(each)
+        while target.has_work:
+            for update in target.step():
+                found += update.prompt_logprobs
+        return found
+
+    assert values(batch) == values([asked])
+    assert len(values([asked])) == 19
+
+
+def test_penalties_of_a_slot_are_those_of_its_present_request():
+    """Slots are used again: what the last request said must not count."""
+    asked = [
+        request(uid, 12, max_tokens=8, temperature=0.0, repetition_penalty=1.9) for uid in range(4)
+    ]
+    together = run(engine(max_sequences=1), asked)
+    for each in asked:
+        assert run(engine(max_sequences=1), [each])[each.uid] == together[each.uid]

@@ -210,7 +210,7 @@ def replay_encoder(run: ModelRun, ids: torch.Tensor, tail_start: int | None) -> 
     for table in run.state.tables.values():
         table[1] = table[0]
     before = ids[replayed - run.config.engram_max_ngram_size + 1 : replayed]
-    run.state.set_history(1, replayed, run.model.engram.folded(before, None).tolist())
+    run.state.set_history(1, replayed, run.model.engram.folded(before, None))
     blocks = {
         (pool, layer): source.data.clone()
         for pool, sources in run.state.blocks.items()

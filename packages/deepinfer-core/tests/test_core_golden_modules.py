@@ -129,7 +129,7 @@ def source(prefix: str, ratio: int, strict: bool):
     """
     backend = CpuBackend("ideal", strict)
     x = DATA[f"{prefix}.x"]
-    rows = RowBatch.build([len(x)], [0], [0], window=8)
+    rows = RowBatch.build(backend, [len(x)], [0], [0], window=8)
     frequencies = inverse_frequencies(16, 160000.0, RopeScaling(16, 32, 1, 64))
     table = torch.arange(12, dtype=torch.int32).flip(0).unsqueeze(0)
     values, norm = (
@@ -272,13 +272,13 @@ def test_real_table_rows_match_golden(real_engram, image, chunk):
     is_image = torch.zeros(len(ids), dtype=torch.bool)
     is_image[5] = image
     history = torch.full((1, 8), -1)
-    found = []
+    found, backend = [], CpuBackend("ideal")
     for start in range(0, len(ids), chunk):
         part = slice(start, start + chunk)
-        rows = RowBatch.build([len(ids[part])], [start], [0], window=8)
+        rows = RowBatch.build(backend, [len(ids[part])], [start], [0], window=8)
         folded = table.folded(ids[part], is_image[part])
         found.append(
-            CpuBackend("ideal").engram_rows(
+            backend.engram_rows(
                 folded, history, rows, table.pad_id, table.multipliers, table.primes
             )
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from deepinfer_core import (
     SamplingParams,
 )
 from deepinfer_core.bench.make_checkpoint import second_geometry_config, write_checkpoint
+from deepinfer_core.engine.outputs import OutputBuilder
 
 
 @pytest.fixture
@@ -142,6 +144,7 @@ def test_bad_prompts_become_outputs_and_the_others_complete(llm: LLM) -> None:
     ]
     assert outputs[1].index == 1
     assert "is empty" in str(outputs[1].error)
+    assert (outputs[1].error_param, outputs[1].error_code) == ("prompt", "invalid_request")
 
 
 def test_client_id_in_use_is_refused_and_the_first_completes(llm: LLM) -> None:
@@ -159,6 +162,7 @@ def test_request_that_fails_while_it_runs_does_not_stop_the_others(llm: LLM, scr
     outputs = llm.generate([[5], [6]], SamplingParams(max_tokens=2))
     assert outputs[0].finish_reason is FinishReason.ERROR
     assert (outputs[0].error, outputs[0].token_ids) == ("No finite logit.", (10,))
+    assert outputs[0].error_code == "non_finite"
     assert outputs[1].token_ids == (10, 11)
 
 
@@ -266,12 +270,12 @@ def test_closing_a_stream_aborts_it_and_the_engine_serves_on(llm: LLM, scripted)
     assert len(llm.generate("c", EIGHT)) == 1
 
 
-def test_exception_in_on_output_aborts_the_batch(llm: LLM, scripted) -> None:
-    def refuse(output: RequestOutput) -> None:
+def test_exception_in_on_step_aborts_the_batch(llm: LLM, scripted) -> None:
+    def refuse(ended: Sequence[RequestOutput]) -> None:
         raise ValueError("full")
 
     with pytest.raises(ValueError, match="full"):
-        llm.generate(["a", "b"], SamplingParams(max_tokens=50), on_output=refuse)
+        llm.generate(["a", "b"], SamplingParams(max_tokens=50), on_step=refuse)
     assert not scripted.has_work
 
 
@@ -299,11 +303,29 @@ def test_close_ends_open_streams_and_the_engine(llm: LLM, scripted) -> None:
     assert scripted.closed
 
 
-def test_on_output_sees_every_output(llm: LLM) -> None:
-    seen: list[RequestOutput] = []
-    outputs = llm.generate([[10], [20]], SamplingParams(max_tokens=3), on_output=seen.append)
-    assert [output for output in seen if output.finished] == outputs
-    assert "".join(output.delta for output in seen if output.index == 0) == outputs[0].text
+def test_on_step_sees_each_step_and_each_request_that_ended(llm: LLM) -> None:
+    steps: list[list[RequestOutput]] = []
+    params = [SamplingParams(max_tokens=count) for count in (3, 1, 3, 1)]
+    prompts = [[10], [20], [30], []]
+    outputs = llm.generate(
+        prompts, params, on_step=lambda ended: steps.append(list(ended)), on_error="output"
+    )
+    indices = [[output.index for output in ended] for ended in steps]
+    assert indices == [[3], [1], [], [0, 2]]
+    assert [steps[3][0], steps[1][0], steps[3][1], steps[0][0]] == outputs
+
+
+def test_generate_makes_one_output_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = OutputBuilder.next_output
+
+    def count(builder: OutputBuilder) -> RequestOutput | None:
+        made.append(1)
+        return real(builder)
+
+    monkeypatch.setattr(OutputBuilder, "next_output", count)
+    llm.generate([[10], [20]], SamplingParams(max_tokens=30), on_step=lambda ended: None)
+    assert len(made) == 2
 
 
 # Ctrl-C
@@ -323,12 +345,38 @@ def test_interrupt_waits_for_the_step_and_loses_nothing_that_is_finished(
     seen: list[RequestOutput] = []
     params = [SamplingParams(max_tokens=1), SamplingParams(max_tokens=50)]
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[10], [20]], params, on_output=seen.append)
+        llm.generate([[10], [20]], params, on_step=seen.extend)
     assert steps == ["went on"]
-    assert [output.index for output in seen if output.finished] == [0]
+    assert [output.index for output in seen] == [0]
     assert scripted.aborted == ["request-1"]
     scripted.before_step = lambda: None
     assert llm.generate([[30]], params[0])[0].token_ids == (30,)
+
+
+def test_interrupt_waits_until_all_that_a_step_finished_is_delivered(llm: LLM, scripted) -> None:
+    seen: list[int] = []
+
+    def take(ended: Sequence[RequestOutput]) -> None:
+        for output in ended:
+            if output.index == 0:
+                signal.raise_signal(signal.SIGINT)
+            seen.append(output.index)
+
+    params = [SamplingParams(max_tokens=count) for count in (2, 2, 50)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[10], [20], [30]], params, on_step=take)
+    assert seen == [0, 1]
+    assert scripted.aborted == ["request-2"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupted_stream_yields_what_its_last_step_produced(llm: LLM, scripted) -> None:
+    scripted.before_step = lambda: signal.raise_signal(signal.SIGINT)
+    stream = llm.stream([[10], [20]], EIGHT)
+    assert [next(stream).index, next(stream).index] == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert not scripted.has_work
 
 
 def test_second_interrupt_does_not_wait(llm: LLM, scripted) -> None:
@@ -389,6 +437,15 @@ def test_broken_tokenizer_is_an_error_that_names_the_file(scripted, tmp_path: Pa
         LLM(tmp_path / "model")
 
 
+def test_tokenizer_without_added_tokens_is_one(scripted, tmp_path: Path) -> None:
+    file = tmp_path / "model/tokenizer.json"
+    content = json.loads(file.read_text())
+    del content["added_tokens"]
+    file.write_text(json.dumps(content))
+    llm = LLM(tmp_path / "model")
+    assert llm.decode(llm.encode("harbour")) == "harbour"
+
+
 def test_truncation_in_the_tokenizer_file_does_not_cut_prompts(
     scripted, tmp_path: Path, tokenizer
 ) -> None:
@@ -443,3 +500,9 @@ def test_stop_string_ends_text_of_a_model(real: LLM) -> None:
     assert output.text == whole.text[: whole.text.index(middle)]
     assert output.token_ids == whole.token_ids[: len(output.token_ids)]
     real.engine.audit()
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], ["greedy"], 3])
+def test_params_of_another_type_are_refused(scripted, tmp_path, params) -> None:
+    with LLM(tmp_path / "model") as llm, pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate(["a"], params)

@@ -65,18 +65,17 @@ def test_fast_rows_agree_with_strict_rows(folder):
 
 def mixed_batch(run: ModelRun, parts, *, padding: int = 0):
     """Run rows of several sequences in one call: parts are (slot, start, ids)."""
+    tokens = torch.cat([ids for _, _, ids in parts])
     rows = RowBatch.build(
+        run.backend,
         [len(ids) for _, _, ids in parts],
         [start for _, start, _ in parts],
         [slot for slot, _, _ in parts],
         window=run.config.sliding_window,
+        total=len(tokens) + padding,
+        scratch_slot=run.state.sizes.num_slots,
     )
-    tokens = torch.cat([ids for _, _, ids in parts])
-    if padding:
-        rows, tokens = (
-            rows.padded(len(tokens) + padding, run.state.sizes.num_slots),
-            torch.cat((tokens, torch.zeros(padding, dtype=torch.int64))),
-        )
+    tokens = torch.cat((tokens, torch.zeros(padding, dtype=torch.int64)))
     with torch.no_grad():
         done = run.model.forward(run.backend, tokens, rows, run.state)
     return done.hidden[: len(done.hidden) - padding].split([len(ids) for _, _, ids in parts])
@@ -152,7 +151,7 @@ def test_a_step_without_rows_changes_nothing(folder):
     run = load_run(folder, "release")
     run.prefill(prompt(run, 20))
     before = [ring.data.clone() for ring in run.state.windows]
-    rows = RowBatch.build([], [], [], window=run.config.sliding_window)
+    rows = RowBatch.build(run.backend, [], [], [], window=run.config.sliding_window)
     done = run.model.forward(run.backend, torch.zeros(0, dtype=torch.int64), rows, run.state)
     assert done.hidden.shape == (0, run.config.hidden_size)
     assert run.logits(done.hidden).shape == (0, run.config.vocab_size)
@@ -163,7 +162,7 @@ def test_a_step_without_rows_changes_nothing(folder):
 def test_a_step_whose_rows_all_skip_the_late_layers(folder):
     run = load_run(folder, "release")
     none = torch.zeros(0, dtype=torch.int64)
-    rows = RowBatch.build([9], [0], [0], window=run.config.sliding_window)
+    rows = RowBatch.build(run.backend, [9], [0], [0], window=run.config.sliding_window)
     done = run.model.forward(run.backend, prompt(run, 9), rows, run.state, tail=Tail(none, none))
     assert done.hidden.shape[0] == 0
 
@@ -191,7 +190,7 @@ def loss_of(run: ModelRun, ids: torch.Tensor) -> torch.Tensor:
     state = ModelState.allocate(run.config, run.backend, run.state.sizes, drafter=True)
     for pool, table in run.state.tables.items():
         state.set_blocks(0, pool, 0, table[0].tolist())
-    rows = RowBatch.build([len(ids)], [0], [0], window=run.config.sliding_window)
+    rows = RowBatch.build(run.backend, [len(ids)], [0], [0], window=run.config.sliding_window)
     done = run.model.forward(run.backend, ids, rows, state)
     logits = run.model.logits(run.backend, done.hidden)
     return torch.nn.functional.cross_entropy(logits[:-1], ids[1:])

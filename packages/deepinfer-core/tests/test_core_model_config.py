@@ -328,6 +328,11 @@ BAD_VALUES = [
     ("text_config.bos_token_id", 7, "must be the same"),
     ("text_config.dspark_noise_token_id", 129280, "below `vocab_size`"),
     ("text_config.engram_pad_token_id", -1, "at least 0"),
+    ("text_config.rope_theta", 10**400, "must be a finite number"),
+    ("text_config.rope_theta", 1, "above 1"),
+    ("text_config.compress_rope_theta", 1.0, "above 1"),
+    ("text_config.hc_sinkhorn_iters", 0, "above 0"),
+    ("text_config.hc_sinkhorn_iters", 1001, "at most 1000"),
     ("text_config.o_groups", 7, "must divide `num_attention_heads`"),
     ("text_config.qk_rope_head_dim", 63, "must be even"),
     ("text_config.qk_rope_head_dim", 514, "at most 512"),
@@ -372,6 +377,7 @@ def test_bad_value_names_key_and_what_is_allowed(path: str, value: object, words
     message = str(caught.value)
     assert words in message
     assert "config.json" in message
+    assert len(message) < 400
 
 
 @pytest.mark.parametrize(

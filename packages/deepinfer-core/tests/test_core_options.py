@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.cpu.backend import CpuBackend
+from deepinfer_core.cpu.runtime import CpuMemory
 from deepinfer_core.engine.loop import Engine, build_engine
 from deepinfer_core.engine.memory import plan_memory
 from deepinfer_core.errors import ConfigError
@@ -79,8 +81,44 @@ def test_num_blocks_and_cache_memory_set_the_pools():
 
 def test_caches_that_hold_nothing_are_an_error():
     options = EngineConfig(cache_memory_gib=1e-7)
-    with pytest.raises(ConfigError, match="`cache_memory_gib` is 1e-07, but a block of 64 tokens"):
-        plan_memory(ModelConfig.from_folder(FOLDER), options, CpuBackend("release"))
+    plan = plan_memory(ModelConfig.from_folder(FOLDER), options, CpuBackend("release"))
+    words = "`cache_memory_gib` is 1e-07, but a block of 64 tokens"
+    with pytest.raises(ConfigError, match=words):
+        plan.check()
+    assert plan.table()[-1][:2] == ("fits", "no")
+    with pytest.raises(ConfigError, match=words):
+        engine(block_size=64, cache_memory_gib=1e-7)
+
+
+def test_a_plan_that_does_not_fit_says_what_is_in_the_way(monkeypatch):
+    released = json.loads((GOLDEN / "released_config.json").read_text())
+    backend = CpuBackend("release")
+    monkeypatch.setattr(backend.runtime, "memory", lambda: CpuMemory(64 * 2**30, 22 * 2**30))
+    plan = plan_memory(ModelConfig.from_dict(released), EngineConfig(), backend)
+    fits, verdict, why = plan.table()[-1]
+    assert (fits, verdict) == ("fits", "no")
+    assert "278.12 GiB of weights" in why and "0 B of 22.00 GiB" in why
+    for options in ({"num_blocks": 10}, {"num_blocks": 10**22}, {"cache_memory_gib": 1e300}):
+        plan = plan_memory(ModelConfig.from_dict(released), EngineConfig(**options), backend)
+        with pytest.raises(ConfigError, match=f"`{next(iter(options))}` is .*leave 0 B"):
+            plan.check()
+
+
+def test_blocks_beyond_the_memory_are_refused_before_anything_is_allocated():
+    with pytest.raises(ConfigError, match=r"`num_blocks` is 100000000000:.*of blocks"):
+        engine(num_blocks=10**11)
+
+
+def test_num_threads_is_one_for_small_models_unless_set():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        engine()
+        assert torch.get_num_threads() == 1
+        engine(num_threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_block_size_sets_the_blocks_and_not_the_result():
@@ -141,7 +179,7 @@ def test_released_geometry_costs_890_bytes_a_token():
     released = json.loads((GOLDEN / "released_config.json").read_text())
     config = ModelConfig.from_dict(released)
     options = EngineConfig(num_blocks=4, max_sequences=8)
-    plan = plan_memory(config, options, CpuBackend("release"))
+    plan = plan_memory(config, options, CpuBackend("release"), weights_loaded=True)
     assert plan.bytes_per_token == 890
     assert plan.entry_bytes == {"compressed": 720, "index": 170}
     assert plan.block_bytes == {"compressed": 720 * 64, "index": 170 * 64}

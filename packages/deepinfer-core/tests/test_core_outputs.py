@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from deepinfer_core.bench.demo_tokenizer import build_tokenizer
-from deepinfer_core.engine.outputs import FailedOutput, OutputBuilder, StopMatcher
+from deepinfer_core.engine.outputs import OutputBuilder, StopMatcher
 from deepinfer_core.engine.tokenizer import TextDecoder
 from deepinfer_core.types import (
     FinishReason,
@@ -222,10 +222,45 @@ def test_error_is_an_output_with_its_sentence() -> None:
     builder = OutputBuilder(
         Request(0, "r", (5,), SamplingParams(), seed=0), 0, None, bounded_replay="off"
     )
-    builder.feed(SequenceUpdate(0, finish_reason=FinishReason.ERROR, error="No finite logit."))
+    builder.feed(SequenceUpdate(0, (7,)))
+    sentence, code = "No finite logit.", "non_finite"
+    reason = FinishReason.ERROR
+    builder.feed(SequenceUpdate(0, finish_reason=reason, error=sentence, error_code=code))
     final = builder.next_output()
-    assert isinstance(final, FailedOutput)
-    assert (final.error, final.code) == ("No finite logit.", "generation_failed")
+    assert final is not None
+    assert (final.error, final.error_param, final.error_code) == (sentence, None, code)
+    assert final.token_ids == (7,)
+
+
+class HoldsBack:
+    """A decoder with bytes that are no character yet; the end shows them as they are."""
+
+    def feed(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def flush(self) -> str:
+        return "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        (FinishReason.ERROR, FinishReason.ERROR),
+        (FinishReason.ABORT, FinishReason.ABORT),
+        (FinishReason.LENGTH, FinishReason.STOP),
+    ],
+)
+def test_stop_string_in_the_text_shown_at_the_end_hides_no_error(
+    reason: FinishReason, shown: FinishReason
+) -> None:
+    request = Request(0, "r", (5,), SamplingParams(stop=("\ufffd",)), seed=0)
+    decoder = HoldsBack()
+    builder = OutputBuilder(request, 0, decoder, bounded_replay="off")  # type: ignore[arg-type]
+    builder.feed(SequenceUpdate(0, (7,)))
+    builder.feed(SequenceUpdate(0, finish_reason=reason, error="The device failed."))
+    final = builder.next_output()
+    assert final is not None
+    assert (final.finish_reason, final.error, final.text) == (shown, "The device failed.", "")
 
 
 def test_prompt_logprobs_come_in_the_order_of_positions() -> None:
@@ -239,3 +274,15 @@ def test_prompt_logprobs_come_in_the_order_of_positions() -> None:
     output = builder.next_output()
     assert output is not None and output.prompt_logprobs is not None
     assert [value.token_id for value in output.prompt_logprobs] == [1, 2]
+
+
+def test_prompt_logprobs_are_put_in_order_once() -> None:
+    params = SamplingParams(prompt_logprobs=0)
+    request = Request(0, "r", (5, 6), params, seed=0)
+    builder = OutputBuilder(request, 0, None, bounded_replay="off")
+    builder.feed(SequenceUpdate(0, (8,), prompt_logprobs=(PromptLogprob(1, TokenLogprob(6, -1)),)))
+    first = builder.next_output()
+    builder.feed(SequenceUpdate(0, (9,)))
+    second = builder.next_output()
+    assert first is not None and second is not None and first.prompt_logprobs
+    assert first.prompt_logprobs is second.prompt_logprobs

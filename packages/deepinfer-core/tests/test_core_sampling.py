@@ -18,7 +18,8 @@ from scipy import stats
 from torch import Tensor
 
 from deepinfer_core.cpu.ops.philox import gumbel_noise, philox_words
-from deepinfer_core.cpu.ops.sampling import logprobs, sample
+from deepinfer_core.cpu.ops.sampling import logprobs, probabilities, sample
+from deepinfer_core.engine.sampler import RowSettings
 from deepinfer_core.errors import KernelInputError
 
 NUM_DRAWS = 24_000
@@ -96,25 +97,13 @@ def test_noise_of_a_row_has_the_same_bits_in_any_batch(rng: np.random.Generator)
 # ---- an exact oracle ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """`SampleInputs` of N rows."""
-
-    seeds: Tensor
-    positions: Tensor
-    temperature: Tensor
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
-    penalties: Tensor | None = None
-    prompt_seen: Tensor | None = None
-    output_counts: Tensor | None = None
-    bias: Tensor | None = None
-    mask: Tensor | None = None
+class Inputs(RowSettings):
+    """`SampleInputs` of N rows that can be taken apart."""
 
     def take(self, rows: Tensor) -> Inputs:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Inputs(**{k: None if v is None else v[rows] for k, v in values.items()})
+        taken = {k: v[rows] if isinstance(v, Tensor) else v for k, v in values.items()}
+        return Inputs(**taken)
 
 
 @dataclass(frozen=True)
@@ -279,6 +268,38 @@ def test_draws_follow_the_exact_distribution(
     logits = torch.tensor(rng.normal(0, 1.5, VOCAB_SIZE), dtype=torch.float32)
     expected = exact(logits.numpy(), CASES[case])
     assert p_value(draw(logits, CASES[case], vary, rng), expected) > SIGNIFICANCE
+
+
+SEED_AND_PLACE = (torch.tensor([[1, 2]]), torch.tensor([3]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_probabilities_are_what_draws_follow(case: str, rng: np.random.Generator) -> None:
+    logits = torch.tensor(rng.normal(0, 1.5, VOCAB_SIZE), dtype=torch.float32)
+    found = probabilities(logits[None], make_inputs([CASES[case]], VOCAB_SIZE, *SEED_AND_PLACE))
+    np.testing.assert_allclose(found[0].numpy(), exact(logits.numpy(), CASES[case]), atol=2e-6)
+
+
+def test_probabilities_of_greedy_and_broken_rows() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [0.0, torch.nan, 1.0]])
+    found = probabilities(logits, plain_inputs(2, temperature=torch.zeros(2)))
+    assert found.tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_streams_and_cycles_draw_other_noise(rng: np.random.Generator) -> None:
+    logits = torch.zeros(64, VOCAB_SIZE)
+    base = plain_inputs(64)
+    drawn = {
+        (stream, cycle): tuple(
+            sample(
+                logits, replace(base, stream=stream, cycle=torch.full((64,), cycle))
+            ).token_ids.tolist()
+        )
+        for stream in (0, 1)
+        for cycle in (0, 9)
+    }
+    assert len(set(drawn.values())) == 4
+    assert drawn[0, 0] == tuple(sample(logits, base).token_ids.tolist())
 
 
 WRONG = {
@@ -595,7 +616,8 @@ def test_no_rows_give_no_tokens() -> None:
 def test_inputs_are_not_modified(rng: np.random.Generator) -> None:
     logits, inputs = mixed_rows(14, 64, rng)
     before = logits.clone()
-    tensors = {f.name: getattr(inputs, f.name).clone() for f in fields(inputs)}
+    found = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
     result = sample(logits, inputs)
     logprobs(logits, result.token_ids, 3)
     assert torch.equal(logits, before) or torch.equal(logits.isnan(), before.isnan())

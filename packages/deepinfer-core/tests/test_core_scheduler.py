@@ -446,7 +446,7 @@ def test_request_that_outgrows_the_cache_alone_ends_with_cache_exhausted(make, l
     loop.submit(make_request(1, 10, max_tokens=40), make_request(2, 3, max_tokens=4))
     loop.run()
     end = loop.end(1)
-    assert end.finish_reason is FinishReason.ERROR and "cache_exhausted" in end.error
+    assert end.finish_reason is FinishReason.ERROR and end.error_code == "cache_exhausted"
     expected, _ = serial_reference(loop.requests[1], 100, VOCAB)
     # 20 positions fit; the token sampled at the last of them is delivered too
     assert loop.tokens(1) == expected[:11]
@@ -524,7 +524,7 @@ def test_exhausted_request_makes_room_within_the_same_plan(make):
     while loop.scheduler.has_work:
         assert loop.step() is not None
     assert [m.uid for p in loop.plans for m in p.sequences] == [1] * 5 + [2] * 4
-    assert "cache_exhausted" in loop.end(1).error
+    assert loop.end(1).error_code == "cache_exhausted"
     loop.expect_reference(2)
 
 
@@ -892,6 +892,7 @@ def test_bad_source_status_ends_the_request(make):
     result = replace(loop.worker.result(plan), status=(RowStatus.BAD_SOURCE,))
     loop.updates += loop.scheduler.settle(plan, result)
     assert loop.end(1).finish_reason is FinishReason.ERROR
+    assert loop.end(1).error_code == "bad_source"
     loop.scrub()
     loop.audit_idle()
 
@@ -910,6 +911,7 @@ def test_failed_step_ends_its_requests_and_nobody_else(make, late):
         loop.scheduler.audit()
     loop.worker = FakeWorker(loop.limits, vocab_size=VOCAB)
     assert loop.end(1).error == loop.end(2).error == "The worker failed."
+    assert loop.end(1).error_code == "device_fault"
     loop.run()
     loop.expect_reference(3)
 

@@ -49,7 +49,10 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str | None = Field(
-        None, title="Model", description="Model folder, or a hub id such as `owner/name`."
+        None,
+        title="Model",
+        description="Model folder, or a hub id such as `owner/name`.",
+        examples=["DIR|ID"],
     )
     accelerator: str | None = Field(
         None,
@@ -68,6 +71,12 @@ class EngineConfig(BaseModel):
         title="Model",
         description="Mode of requests that do not choose: strict = a result never depends on other "
         "requests, chunking or preemption; normal may replay and use faster kernels.",
+    )
+    num_threads: Count | None = Field(
+        None,
+        title="Model",
+        description="Threads of the CPU backend, for the whole process. Default: 1 for a model "
+        "whose matrices are too small to share among cores, else what torch chooses.",
     )
     seed: Annotated[int, BeforeValidator(_not_bool), Field(ge=0, lt=2**64)] = Field(
         0, title="Model", description="Seeds of requests that give none are derived from it."
@@ -127,10 +136,10 @@ class EngineConfig(BaseModel):
 
     @field_validator("accelerator")
     @classmethod
-    def _backend_name(cls, value: str | None) -> str | None:
+    def _known_accelerator(cls, value: str | None) -> str | None:
         if value is not None and value not in ACCELERATORS:
             raise ValueError("must be 'cpu', 'nvidia' or 'ascend'")
-        return None if value is None else ACCELERATORS[value]
+        return value
 
     @field_validator("block_size")
     @classmethod
@@ -157,33 +166,37 @@ class EngineConfig(BaseModel):
         spelled: dict[str, str] = {}
         known = list(cls.model_fields)
         for key, value in _read_toml(file).items():
-            _known(key, known, f"`{key}` in {str(file)!r}", known)
+            _known(key, known, f"`{key}` in {str(file)!r}")
             values[key], spelled[key] = value, f"`{key}` in {str(file)!r}"
         variables = [ENV_PREFIX + key.upper() for key in known]
         for name in sorted(env):
             if name.startswith(ENV_PREFIX):
-                _known(name, variables, f"The environment variable `{name}`", variables)
+                _known(name, variables, f"The environment variable `{name}`", ENV_PREFIX)
                 key = known[variables.index(name)]
                 values[key], spelled[key] = env[name], f"The environment variable `{name}`"
         for key, value in flags.items():
-            _known(key, known, f"The option `{key}`", known)
+            _known(key, known, f"The option `{key}`")
             if value is not None:
                 values[key], spelled[key] = value, f"`{key}`"
         return cls.model_validate(values, context=spelled)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the nearest known name, or with all of them when none is near."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a sentence with the nearest known name, or with all of them when none is near.
+
+    Args:
+        prefix: what all names begin with; it makes no two of them alike.
+    """
+    names = {each.removeprefix(prefix): each for each in known}
+    near = difflib.get_close_matches(name.removeprefix(prefix), names, n=1, cutoff=0.6)
     if near:
-        return f"Did you mean `{near[0]}`?"
-    return "Known: " + ", ".join(f"`{each}`" for each in names) + "."
+        return f"Did you mean `{names[near[0]]}`?"
+    return "Known: " + ", ".join(f"`{each}`" for each in names.values()) + "."
 
 
-def _known(name: str, names: list[str], spelled: str, shown: list[str]) -> None:
+def _known(name: str, names: list[str], spelled: str, prefix: str = "") -> None:
     if name not in names:
-        raise ConfigError(f"{spelled} is unknown. {did_you_mean(name, shown)}")
+        raise ConfigError(f"{spelled} is unknown. {did_you_mean(name, names, prefix)}")
 
 
 def _read_toml(file: Path | None) -> dict[str, object]:

@@ -9,7 +9,7 @@
     |-- KernelInputError     an op was called with a wrong shape, dtype or device
     `-- OutputError          results could not be written
 
-A message says what was wrong, which value, what is allowed and what to do (house style, section 6).
+A message says what was wrong, which value, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,21 @@ __all__ = [
     "OutputError",
     "RequestError",
     "Unsupported",
+    "shown",
 ]
+
+_SHOWN_LEN = 160  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: its `repr`, the middle of a long one left out."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
+    if len(text) <= _SHOWN_LEN:
+        return text
+    return f"{text[: _SHOWN_LEN // 2]}...{text[-_SHOWN_LEN // 4 :]}"
 
 
 class DeepInferError(Exception):

@@ -20,13 +20,14 @@ Rules that hold for every op unless its text says otherwise
   launches nothing.
 - A row of padding has `rows.sequence == -1`. What an op returns for it is unspecified but finite;
   it writes nothing.
-- Nothing is modified but tensors whose text says "written". Results never alias inputs.
+- Nothing is modified but tensors whose text says "written". A result may be
+  an input itself where nothing changes.
 - With `strict`, the result of a row has the same bits whatever other rows, chunk borders or padding
   the step has.
 - In mode `ideal` on float32 inputs every op but those of caches in packed formats is
   differentiable.
-- A tensor outside its contract raises an error that names it; unsupported modes are told by
-  `supports` beforehand.
+- A shape, dtype or device outside a contract is a fault of the caller, not of the user: a backend
+  names what it can check cheaply and may fail otherwise. Modes it lacks are told by `supports`.
 """
 
 from __future__ import annotations
@@ -123,10 +124,7 @@ class ExpertWeights(Protocol):
 
 
 class Rows(Protocol):
-    """The marker of a flattened step (`dspark.md` 6).
-
-    It says which sequence a row belongs to and what it may see.
-    """
+    """The marker of a flattened step: which sequence a row belongs to and what it may see."""
 
     @property
     def positions(self) -> Tensor:
@@ -292,6 +290,14 @@ class SampleInputs(Protocol):
     def mask(self) -> Tensor | None:
         """[N, ceil(V / 32)] int32 bit mask, bit v%32 of word v//32 set when token v is allowed."""
 
+    @property
+    def stream(self) -> int:
+        """Which noise: 0 target, 1 draft, 2 accept, 3 residual; 1 to 3 serve rejection sampling."""
+
+    @property
+    def cycle(self) -> Tensor | None:
+        """[N] int64, position of the anchor for stream 1; None is 0 everywhere."""
+
 
 class SampleOutput(Protocol):
     """Result of `sample`."""
@@ -306,10 +312,7 @@ class SampleOutput(Protocol):
 
 
 class Carry(Protocol):
-    """What a step leaves on the device for the next one (`scheduler.md` 6).
-
-    A row for each of its sequences.
-    """
+    """What a step leaves on the device for the next one: a row for each of its sequences."""
 
     @property
     def tokens(self) -> Tensor:
@@ -514,7 +517,12 @@ class KernelBackend(Protocol):
         eps: float,
         iterations: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the coefficients of a hyper-connection (`model-v41.md` 3.1), all float32.
+        """Return the coefficients of a hyper-connection, all float32.
+
+        The normed streams times `fn`, split into three parts, each times its scale plus its base:
+        pre = sigmoid + eps; post = 2 * sigmoid; comb = softmax over the destination + eps, then
+        Sinkhorn: divided by the sums over the source, and, `iterations` - 1 times, by those over
+        the destination and over the source again, each sum + eps.
 
         Args:
             streams: [B, S, D] act. fn: [S*(2+S), S*D] float32. scale: [3]. base: [S*(2+S)].
@@ -589,7 +597,7 @@ class KernelBackend(Protocol):
         candidate_block: int,
         publish: int,
     ) -> Selection:
-        """Score visible entries and keep the best (`model-v41.md` 6).
+        """Score visible entries and keep the best.
 
         score[j] = sum_h weights[h] * max(0, queries[h] . keys[j]); entry j is visible to a row at p
         when j < (p + 1) // ratio. Equal scores: the lower entry wins.
@@ -697,7 +705,7 @@ class KernelBackend(Protocol):
         eps: float,
         is_image: Tensor | None,
     ) -> Tensor:
-        """Add the gated value to each stream (`model-v41.md` 9.4).
+        """Add the gated value to each stream.
 
         kv [B, (S + 1) * D] -> new streams [B, S, D].
         """
@@ -705,10 +713,17 @@ class KernelBackend(Protocol):
     # sampling
 
     def sample(self, logits: Tensor, inputs: SampleInputs) -> SampleOutput:
-        """Choose one token a row (`scheduler.md` 11).
+        """Choose one token a row.
 
-        Filters, Philox noise by token id, argmax, lower id on ties.
+        Filters, Philox noise keyed by seed, position and token id, argmax, lower id on ties.
         logits: [N, V] float32, not modified.
+        """
+
+    def probabilities(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
+        """Return the distribution that `sample` draws from: [N, V] float32.
+
+        All the mass on one token where the temperature is 0; zero everywhere where `sample` would
+        report a fault. For rejection sampling.
         """
 
     def logprobs(
@@ -734,7 +749,6 @@ class KernelBackend(Protocol):
 
         tokens [R, n] int64, start [R], tag [R] int64 uids, remap [R] int64 -> corrected tokens,
         start and status [R] int32 (2 where the carry's tag differs; such a row gets token 0).
-        Source: `scheduler.md` 6.
         """
 
 
@@ -754,7 +768,10 @@ class VerifyBudget(Protocol):
 
 
 class VerifyPlanner(Protocol):
-    """Chooses verify lengths from survival probabilities (`dspark.md` 3)."""
+    """Chooses verify lengths from survival probabilities.
+
+    Survival of a draft: the probability that it and all drafts before it are accepted.
+    """
 
     def budget(self, survival: np.ndarray, known: np.ndarray, max_drafts: int) -> VerifyBudget:
         """Return the budget from records two steps old.
@@ -787,28 +804,40 @@ class Acceptance(Protocol):
 
 
 class Acceptor(Protocol):
-    """Decides which drafts stand (`dspark.md` 5)."""
+    """Decides which drafts stand."""
 
     def accept(
         self,
         drafts: Tensor,
         lengths: Tensor,
         target: Tensor,
-        probabilities: tuple[Tensor, Tensor] | None,
+        *,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        probabilities: tuple[Tensor, Tensor] | None = None,
     ) -> Acceptance:
         """Compare drafts with the target.
 
-        drafts [R, g] int64; lengths [R] int32; target [R, g + 1] int64, the target's own token at
-        each row; probabilities: (draft [R, g, V], target [R, g + 1, V]) float32, only for rejection
-        sampling.
+        Args:
+            drafts: [R, g] int64.
+            lengths: [R] int32, drafts that were verified.
+            target: [R, g + 1] int64, the target's own token at each row.
+            seeds, positions: [R, 2] int64 words of the seed and [R] int64 position of the first
+                draft; for the noise of rejection sampling (streams 2 and 3).
+            probabilities: (draft [R, g, V], target [R, g + 1, V]) float32, as
+                `KernelBackend.probabilities` gives them; only for rejection sampling.
         """
 
 
 class Calibration(Protocol):
-    """Temperatures that make confidences honest (`dspark.md` 2)."""
+    """Temperatures, one a draft number, that make confidences honest."""
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return calibrated confidences: logits [R, g] float32 before the sigmoid -> [R, g]."""
+    def apply(self, logits: Tensor, sampled: Tensor) -> Tensor:
+        """Return calibrated confidences [R, g] float32.
+
+        logits [R, g] float32, before the sigmoid; sampled [R] bool, False where the request is
+        greedy: the two classes have temperatures of their own.
+        """
 
 
 # Placement of experts
@@ -821,12 +850,28 @@ class Placement(Protocol):
     def physical_to_logical(self) -> np.ndarray:
         """[layers, ranks * slots] int32."""
 
+    @property
+    def logical_to_physical(self) -> np.ndarray:
+        """[layers, E, most replicas] int32, -1 behind the last one."""
+
+    @property
+    def num_replicas(self) -> np.ndarray:
+        """[layers, E] int32."""
+
+    @property
+    def split(self) -> np.ndarray | None:
+        """[layers, ranks * slots] float64, share of its expert's tokens; None for equal shares."""
+
+    @property
+    def moves(self) -> int:
+        """Copies to make on the way from the plan before."""
+
     def report(self, load: np.ndarray) -> str:
         """Return a table for a terminal: what the placement gains under `load` [layers, E]."""
 
 
 class PlacementPlanner(Protocol):
-    """Plans where experts live (`eplb.md` 6). Pure: same arguments, same plan."""
+    """Plans where experts live. Pure: same arguments, same plan."""
 
     def plan(
         self,
@@ -837,10 +882,12 @@ class PlacementPlanner(Protocol):
         slots_per_rank: int,
         prev: np.ndarray | None = None,
         history: np.ndarray | None = None,
+        groups: int | None = None,
     ) -> Placement:
         """Plan from token counts.
 
-        loads [layers, E], history [pieces, layers, E], prev [layers, ranks * slots].
+        loads [layers, E], history [pieces, layers, E], prev [layers, ranks * slots]; groups of
+        experts that stay on one node, for the hierarchical policy.
         """
 
 
@@ -848,7 +895,7 @@ class PlacementPlanner(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """A grammar's state for one request (`scheduler.md` 12)."""
+    """A grammar's state for one request."""
 
     @property
     def done(self) -> bool:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Literal
 
 from tokenizers import Tokenizer
 
 from deepinfer_core.config import EngineConfig
+from deepinfer_core.engine.interrupt import undivided
 from deepinfer_core.engine.loop import Engine, build_engine
-from deepinfer_core.engine.outputs import FailedOutput, OutputBuilder
-from deepinfer_core.engine.requests import Prompts, RequestReader, as_list
+from deepinfer_core.engine.outputs import OutputBuilder, refused
+from deepinfer_core.engine.requests import Prompts, RequestReader, as_list, params_of_each
 from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.errors import ConfigError, RequestError
 from deepinfer_core.loader import find_backend
@@ -36,7 +34,7 @@ class _Live:
 
     request: Request
     builder: OutputBuilder
-    sink: deque[RequestOutput]
+    sink: list[RequestOutput]
     every_output: bool
 
 
@@ -132,7 +130,7 @@ class LLM:
         prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        on_output: Callable[[RequestOutput], None] | None = None,
+        on_step: Callable[[Sequence[RequestOutput]], None] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Complete prompts; returns one output for each, in the order given.
@@ -141,7 +139,9 @@ class LLM:
             prompts: a text, a sequence of ids, a mapping with `prompt` or `prompt_token_ids` (and
                 maybe a `client_id`), or a list of these. An empty list is no prompt at all.
             params: for all prompts, or one for each.
-            on_output: called with every output of every request as it grows, the last included.
+            on_step: called after every step with the outputs of the requests that have ended
+                since the last call, often none. Ctrl-C waits until it returns, so each of these
+                outputs is seen.
             on_error: "raise" stops at the first request that is invalid, before any of them runs;
                 "output" makes it an output with `finish_reason` ERROR and completes the others.
 
@@ -149,14 +149,17 @@ class LLM:
             RequestError: a request is invalid; the message says which.
         """
         batch = self._prepare(prompts, params, on_error)
-        results: list[RequestOutput | None] = [None] * len(batch)
-        with closing(self._outputs(batch, on_error, every=on_output is not None)) as outputs:
-            for output in outputs:
-                if on_output is not None:
-                    on_output(output)
-                if output.finished:
-                    results[output.index] = output
-        return [output for output in results if output is not None]
+        results: list[RequestOutput] = []
+        with closing(self._rounds(batch, on_error, every=False)) as rounds:
+            while True:
+                with undivided():
+                    ended = next(rounds, None)
+                    if ended is None:
+                        break
+                    results += ended
+                    if on_step is not None:
+                        on_step(ended)
+        return sorted(results, key=lambda output: output.index)
 
     def stream(
         self,
@@ -169,8 +172,12 @@ class LLM:
 
         Requests are checked at once and run while the result is iterated over. Closing it, leaving
         the loop or an exception in it aborts what still runs. Arguments and errors as `generate`.
+
+        Each output is a copy of all ids, text and log-probabilities so far, so its cost grows with
+        them; `generate` makes one output a request.
         """
-        return self._outputs(self._prepare(prompts, params, on_error), on_error, every=True)
+        batch = self._prepare(prompts, params, on_error)
+        return _one_by_one(self._rounds(batch, on_error, every=True))
 
     def abort(self, client_id: str) -> bool:
         """End a request early; its stream then ends with `finish_reason` ABORT.
@@ -187,21 +194,14 @@ class LLM:
         prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None,
         on_error: OnError,
-    ) -> list[Request | FailedOutput]:
+    ) -> list[Request | RequestOutput]:
         """Check and number all prompts."""
         items = as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(items)
-        if len(params) != len(items):
-            raise RequestError(
-                f"`params` has {len(params)} entries for {len(items)} prompts; give one for all, "
-                "or one for each.",
-                param="params",
-            )
+        each = params_of_each(params, len(items))
         first_uid = self._num_requests
         self._num_requests += len(items)
-        batch: list[Request | FailedOutput] = []
-        for index, (item, settings) in enumerate(zip(items, params, strict=True)):
+        batch: list[Request | RequestOutput] = []
+        for index, (item, settings) in enumerate(zip(items, each, strict=True)):
             uid = first_uid + index
             try:
                 batch.append(self._reader.read(item, settings, uid))
@@ -209,21 +209,24 @@ class LLM:
                 batch.append(_failed(error, index, f"request-{uid}", on_error, len(items)))
         return batch
 
-    def _outputs(
-        self, batch: list[Request | FailedOutput], on_error: OnError, *, every: bool
-    ) -> Generator[RequestOutput, None, None]:
-        """Submit requests and step the engine until they have ended; abort them when closed."""
-        sink: deque[RequestOutput] = deque()
+    def _rounds(
+        self, batch: list[Request | RequestOutput], on_error: OnError, *, every: bool
+    ) -> Generator[list[RequestOutput], None, None]:
+        """Submit requests and step the engine until they have ended; abort them when closed.
+
+        Yields the outputs of each step, maybe none. Unless `every`, they are final ones only.
+        """
+        sink: list[RequestOutput] = []
         uids: list[int] = []
         try:
             for index, item in enumerate(batch):
-                if isinstance(item, FailedOutput):
+                if isinstance(item, RequestOutput):
                     sink.append(item)
                     continue
                 replay = self._reader.replay_in_use(item)
                 builder = OutputBuilder(item, index, self._codec.decoder(), bounded_replay=replay)
                 try:
-                    with _undivided():
+                    with undivided():
                         self.engine.submit(item)
                         self._live[item.uid] = _Live(item, builder, sink, every)
                         uids.append(item.uid)
@@ -231,21 +234,22 @@ class LLM:
                     sink.append(_failed(error, index, item.client_id, on_error, len(batch)))
             num_open = len(batch)
             while num_open:
-                while sink:
-                    output = sink.popleft()
-                    num_open -= output.finished
-                    yield output
-                if num_open:
+                if not sink:
                     try:
                         self._step()
                     except KeyboardInterrupt:
-                        yield from sink  # the step was settled: what it finished is not lost
+                        yield sink  # the step was settled: what it finished is not lost
                         raise
+                outputs = sink.copy()
+                sink.clear()
+                num_open -= sum(output.finished for output in outputs)
+                yield outputs
         finally:
-            self._abort(uids)
+            with undivided():
+                self._abort(uids)
 
     def _step(self) -> None:
-        with _undivided():
+        with undivided():
             for update in self.engine.step():
                 live = self._live.get(update.uid)
                 if live is None:
@@ -274,36 +278,16 @@ class LLM:
 
 def _failed(
     error: RequestError, index: int, client_id: str, on_error: OnError, num_prompts: int
-) -> FailedOutput:
+) -> RequestOutput:
     if on_error == "raise":
         if num_prompts == 1:
             raise error
         named = type(error)(f"Prompt {index}: {error}", param=error.param, code=error.code)
         raise named from error
-    return FailedOutput.of(error, index, client_id)
+    return refused(error, index, client_id)
 
 
-@contextmanager
-def _undivided() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, so that no step is left half done.
-
-    A second one is not held. Only the main thread gets signals; elsewhere nothing changes.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        pressed.append((number, frame))
-        if len(pressed) > 1:
-            previous(number, frame)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if len(pressed) == 1:
-            previous(*pressed[0])
+def _one_by_one(rounds: Generator[list[RequestOutput], None, None]) -> Iterator[RequestOutput]:
+    with closing(rounds):
+        for outputs in rounds:
+            yield from outputs

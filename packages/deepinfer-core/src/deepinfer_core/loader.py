@@ -45,13 +45,11 @@ class BackendState:
     """Whether a kernel backend can run here.
 
     Attributes:
-        name: `cpu`, `cuda` or `npu`.
-        package: the distribution that has it.
+        accelerator: the user's word for it: `cpu`, `nvidia` or `ascend`.
         why_not: None when it runs, else one sentence.
     """
 
-    name: str
-    package: str
+    accelerator: str
     why_not: str | None
 
 
@@ -91,7 +89,7 @@ def backend_states() -> list[BackendState]:
     """Say for each kernel backend, best first, whether it can run here. Imports those found."""
     found = targets(KERNELS)
     names = [*_ORDER, *sorted(found.keys() - set(_ORDER))]
-    return [BackendState(name, _PACKAGES.get(name, "?"), _why_not(name, found)) for name in names]
+    return [BackendState(_WORDS.get(name, name), _why_not(name, found)) for name in names]
 
 
 def find_backend(accelerator: str | None, numerics: str) -> KernelBackend:
@@ -131,14 +129,14 @@ def _explicit(accelerator: str, numerics: str, found: dict[str, str]) -> KernelB
     if why_not is not None:
         runs = [_WORDS.get(each, each) for each in found if _why_not(each, found) is None]
         raise ConfigError(
-            f"`accelerator` is {_WORDS.get(name, name)!r}, but {why_not}. "
+            f"`accelerator` is {accelerator!r}, but {why_not}. "
             f"Runs here: {', '.join(map(repr, runs)) or 'nothing'}."
         )
     backend = _construct(name, numerics)
     if not backend.supports(numerics):
         can = [mode for mode in ("ideal", "cache", "release") if backend.supports(mode)]
         raise Unsupported(
-            f"Kernel backend `{name}` lacks `numerics` {numerics!r}; it has "
+            f"`accelerator` {accelerator!r} lacks `numerics` {numerics!r}; it has "
             f"{', '.join(map(repr, can))}. Choose one of these, or `accelerator` 'cpu'."
         )
     return backend
@@ -147,7 +145,7 @@ def _explicit(accelerator: str, numerics: str, found: dict[str, str]) -> KernelB
 def _why_not(name: str, found: dict[str, str]) -> str | None:
     if name not in found:
         package = _PACKAGES.get(name, name)
-        return f"the package `{package}` is not installed: `pip install {package}`"
+        return f"it comes with the package `{package}`, which is not installed"
     try:
         reason: str | None = load_class(KERNELS, name).why_unavailable()
     except ConfigError as error:
@@ -161,7 +159,8 @@ def _construct(name: str, numerics: str) -> KernelBackend:
         names = [each for each in vars(KernelBackend) if not each.startswith("_")]
         missing = [each for each in names if not hasattr(backend, each)]
         raise ConfigError(
-            f"Kernel backend `{name}` lacks {', '.join(f'`{each}`' for each in missing)}: its "
-            f"package `{_PACKAGES.get(name, name)}` does not fit this version of deepinfer-core."
+            f"Kernel backend `{_WORDS.get(name, name)}` lacks "
+            f"{', '.join(f'`{each}`' for each in missing)}: its package "
+            f"`{_PACKAGES.get(name, name)}` does not fit this version of deepinfer-core."
         )
     return backend

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import RequestError, shown
 
 __all__ = ["SamplingParams"]
 
 DETERMINISM = ("strict", "normal")
 BOUNDED_REPLAY = ("off", "decoder")
 MAX_LOGPROBS = 64
+MAX_INTEGER = 2**31 - 1
+# The device computes in float32: much smaller settings are 0 there, or make logits infinite.
+MIN_TEMPERATURE = 1e-6
+MIN_TOP_P = 1e-6
+MIN_REPETITION_PENALTY = 1e-3
+
+_DIGITS = re.compile("[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +27,17 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
     Filters are applied in this order: logit bias, repetition penalty, frequency and presence
-    penalties, temperature, top-k, top-p, min-p (`scheduler.md` 11). Log-probabilities are of the
-    raw logits.
+    penalties, temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits.
 
     Args:
         max_tokens: most tokens to produce; the context length limits it too.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; else at least 1e-6.
         top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of most likely tokens whose probability reaches this.
+        top_p: keep the smallest set of most likely tokens whose probability reaches this; at least
+            1e-6.
         min_p: drop tokens less likely than this times the most likely one.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
-            output.
+            output; at least 0.001.
         frequency_penalty: subtracted once for each time a token occurs in the output.
         presence_penalty: subtracted once for each token that occurs in the output.
         logit_bias: token id -> value added to its logit.
@@ -77,10 +84,10 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         _integer("max_tokens", self.max_tokens, 1)
         _integer("top_k", self.top_k, 0)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("temperature", self.temperature, MIN_TEMPERATURE, 100.0, or_zero=True)
+        _number("top_p", self.top_p, MIN_TOP_P, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         for name in ("logprobs", "prompt_logprobs"):
@@ -120,36 +127,21 @@ def _items(name: str, value: object, allowed: str) -> tuple[object, ...]:
 
 
 def _bad(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError(f"`{name}` is {value!r}; allowed: {allowed}.", param=name)
+    return RequestError(f"`{name}` is {shown(value)}; allowed: {allowed}.", param=name)
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        limit = (
-            f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-        )
-        raise _bad(name, value, limit)
+def _integer(name: str, value: object, low: int, high: int = MAX_INTEGER) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _bad(name, value, f"an integer from {low} to {high}")
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+def _number(name: str, value: object, low: float, high: float, *, or_zero: bool = False) -> None:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or not (low < value if open_low else low <= value)
-        or value > high
+        or not (low <= value <= high or (or_zero and value == 0))
     ):
-        raise _bad(
-            name,
-            value,
-            f"a number {'above' if open_low else 'from'} {low:g} "
-            f"{'up ' if open_low else ''}to {high:g}",
-        )
+        raise _bad(name, value, f"{'0, or ' if or_zero else ''}a number from {low:g} to {high:g}")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -162,10 +154,8 @@ def _bias(value: object) -> dict[int, float]:
         raise _bad("logit_bias", value, "a mapping of token id to number")
     result: dict[int, float] = {}
     for key, bias in value.items():
-        try:
-            token_id = int(key)  # keys of a JSON object are strings
-        except (TypeError, ValueError):
-            raise _bad("logit_bias", key, "token ids as keys") from None
+        # keys of a JSON object are strings
+        token_id = int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
         _integer("logit_bias", token_id, 0)
         _number("logit_bias", bias, -1e9, 1e9)
         result[token_id] = float(bias)

@@ -37,7 +37,7 @@ class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"  # a stop id, the end of sequence, or a stop string
-    LENGTH = "length"  # `max_tokens`, the context limit, or the cache ran out
+    LENGTH = "length"  # `max_tokens` or the context limit
     ABORT = "abort"
     ERROR = "error"
 
@@ -70,7 +70,7 @@ class Request:
 
 
 class StepKind(StrEnum):
-    """What a step computes. An empty step of either kind has no rows (`scheduler.md` 8.4)."""
+    """What a step computes. An empty step of either kind has no rows."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -137,12 +137,13 @@ class SequenceMetadata:
         start: position of the first row; an upper bound when the row's source is the carry.
         num_rows: tokens fed in this step.
         token_ids: the rows' tokens, or () when the carry of the previous step supplies them.
-        kv_len: positions written once the step ran, upper bound (`U` of `scheduler.md` 2).
+        kv_len: positions written once the step ran, upper bound (U: one past the highest position
+            that a launched step may have written).
         blocks: block-table entries that are new since the last step of this sequence.
         num_drafts: drafts among the rows (verify only).
-        num_replay: leading rows that only rebuild window state and write no block (encoder-side
-            replay).
-        window_start: first position that windows may see.
+        num_replay: leading rows that only rebuild window state and write no block. For
+            encoder-side replay, which requests meet with the prefix index; 0 until then.
+        window_start: first position that windows may see; 0 but for encoder-side replay.
         tail_start: rows below this position skip the layers after the last KV source.
         remaining: tokens it may still produce, this step's included.
         admission: set on the first step of a generation.
@@ -241,7 +242,8 @@ class StepResult:
         status: `RowStatus` of each sequence.
         logprobs: one item for each produced token; () where not asked for.
         prompt_logprobs: those of the prompt rows in this step.
-        start: position each sequence really started at, for the check `L <= start <= U`.
+        start: position each sequence really started at; between the settled length and the upper
+            bound that was planned.
     """
 
     step_seq: int
@@ -263,6 +265,8 @@ class SequenceUpdate:
         prompt_logprobs: newly known ones.
         finish_reason: set when the request ended with this step.
         error: a sentence for the user when `finish_reason` is ERROR.
+        error_code: what it was, then: `cache_exhausted`, `non_finite` (values of the model),
+            `bad_source` (a fault of the engine) or `device_fault`.
         num_preemptions: how often it was taken off the device so far.
     """
 
@@ -272,6 +276,7 @@ class SequenceUpdate:
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_code: str | None = None
     num_preemptions: int = 0
 
 
@@ -289,7 +294,10 @@ class RequestOutput:
         finish_reason: None while it runs.
         logprobs: one for each token, or None when not asked for.
         prompt_logprobs: one for each prompt token but the first, or None.
-        error: a sentence when `finish_reason` is ERROR.
+        error: a sentence when `finish_reason` is ERROR; what was produced before it is kept.
+        error_param: the request field at fault, or None.
+        error_code: a short machine-readable word: that of the `RequestError`, or of the
+            `SequenceUpdate` when it failed while it ran.
         determinism: the mode the request ran in.
         bounded_replay: which replay was really used: "off" or "decoder".
         num_preemptions: how often it was taken off the device and recomputed.
@@ -305,6 +313,8 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+    error_param: str | None = None
+    error_code: str | None = None
     determinism: str = "normal"
     bounded_replay: str = "off"
     num_preemptions: int = 0

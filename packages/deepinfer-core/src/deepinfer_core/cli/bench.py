@@ -12,7 +12,7 @@ from deepinfer_core.cli.options import reports_errors
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Benchmarks, and models to run them on.", no_args_is_help=True)
+app = typer.Typer(help="Make models to try and to measure.", no_args_is_help=True)
 
 
 class Preset(StrEnum):
@@ -35,13 +35,14 @@ def make_checkpoint(
     preset: Annotated[
         Preset,
         typer.Option(
-            help="demo: a few MB; second-geometry: other layers and sizes; loading: 512 MB."
+            metavar="NAME",
+            help="demo: a few MB; second-geometry: other layers and sizes; loading: 512 MB.",
         ),
     ] = Preset.DEMO,
     seed: Annotated[int, typer.Option(help="Decides all weights.")] = 0,
     num_shards: Annotated[int, typer.Option(min=1, help="Files for the weights.")] = 1,
     plain: Annotated[
-        bool, typer.Option("--plain", help="bfloat16 instead of FP8 and FP4.")
+        bool, typer.Option("--plain", metavar="", help="bfloat16 instead of FP8 and FP4.")
     ] = False,
 ) -> None:
     """Write a model with random weights in the released on-disk format."""

@@ -26,14 +26,11 @@ def demo(*, config: EngineConfig) -> None:
 
     It has the real architecture and file format, so this shows the engine at work, not a language.
     """
-    import torch
-
     from deepinfer_core.bench.make_checkpoint import demo_config, write_checkpoint
     from deepinfer_core.cli.progress import rates
     from deepinfer_core.llm import LLM
     from deepinfer_core.types import SamplingParams
 
-    torch.set_num_threads(1)  # tensors of this size are done before a second thread wakes up
     with tempfile.TemporaryDirectory(prefix="deepinfer-demo-") as folder:
         write_checkpoint(folder, demo_config(), seed=0)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())

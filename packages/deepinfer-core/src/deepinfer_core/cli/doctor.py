@@ -21,8 +21,7 @@ CUDA_FLOOR = (13, 0)
 CANN_FLOOR = (9, 2)
 
 _LIBRARIES = ("torch", "triton", "torch_npu", "numpy", "safetensors", "tokenizers", "pydantic")
-_PACKAGES = (
-    "deepinfer-core",
+_PACKAGES = (  # beside core
     "deepinfer-kernels-cuda",
     "deepinfer-kernels-ascend",
     "deepseek-recipe",
@@ -31,6 +30,7 @@ _PACKAGES = (
 )
 _CANN_FILES = ("version.cfg", "version.info", "ascend_toolkit_install.info")
 _NUMERICS = ("ideal", "cache", "release")
+_ABSENT = "not installed"
 
 
 class Line(NamedTuple):
@@ -50,7 +50,7 @@ def doctor() -> None:
     print_table("Versions", _versions())
     print_table("Devices", _devices())
     print_table("Kernel backends", [_backend(state) for state in states])
-    runs = [state.name for state in states if state.why_not is None]
+    runs = [state.accelerator for state in states if state.why_not is None]
     print(f"Chosen without `--accelerator`: {runs[0] if runs else 'none runs here'}.")
 
 
@@ -65,9 +65,15 @@ def _versions() -> list[Line]:
 
     from deepinfer_core import __version__
 
-    lines = [Line("Python", platform.python_version(), platform.platform())]
-    for name in _PACKAGES:
-        lines.append(Line(name, __version__ if name == "deepinfer-core" else _version(name)))
+    lines = [
+        Line("Python", platform.python_version(), platform.platform()),
+        Line("deepinfer-core", __version__),
+    ]
+    packages = {name: _version(name) for name in _PACKAGES}
+    lines += [Line(name, found) for name, found in packages.items() if found != _ABSENT]
+    absent = ", ".join(name for name, found in packages.items() if found == _ABSENT)
+    if absent:
+        lines.append(Line("other packages", _ABSENT, absent))
     lines += [Line(name, _version(name)) for name in _LIBRARIES]
     cuda = torch.version.cuda
     lines.append(_with_floor("CUDA", cuda or "not in this build of torch", CUDA_FLOOR, bool(cuda)))
@@ -86,7 +92,7 @@ def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return _ABSENT
 
 
 def _cann_version() -> str | None:
@@ -121,13 +127,13 @@ def _devices() -> list[Line]:
 
 def _backend(state: BackendState) -> Line:
     if state.why_not is not None:
-        return Line(state.name, "does not run", state.why_not)
+        return Line(state.accelerator, "does not run", state.why_not)
     from deepinfer_core.loader import find_backend
 
     try:
-        backend = find_backend(state.name, "release")
+        backend = find_backend(state.accelerator, "release")
     except DeepInferError as error:
-        return Line(state.name, "does not run", str(error))
+        return Line(state.accelerator, "does not run", str(error))
     numerics = ", ".join(mode for mode in _NUMERICS if backend.supports(mode))
     strict = "strict and normal" if backend.supports("strict") else "normal only"
-    return Line(state.name, "runs", f"numerics {numerics}; determinism {strict}")
+    return Line(state.accelerator, "runs", f"numerics {numerics}; determinism {strict}")

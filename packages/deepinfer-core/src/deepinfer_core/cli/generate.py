@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
 from deepinfer_core.cli.options import (
     BAD_OPTION,
-    FAILED,
     INTERRUPTED,
     fail,
     reports_errors,
@@ -20,10 +19,10 @@ from deepinfer_core.cli.options import (
 )
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.errors import OutputError, RequestError
-from deepinfer_core.types import FinishReason, RequestOutput, SamplingParams
+from deepinfer_core.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from deepinfer_core.cli.jsonl import Item
+    from deepinfer_core.cli.jsonl import Item, LineWriter
 
 __all__ = ["generate"]
 
@@ -94,7 +93,10 @@ _BoundedReplay = Annotated[
 _IgnoreEos = Annotated[
     bool,
     typer.Option(
-        "--ignore-eos", help="Go on after end-of-sequence ids.", rich_help_panel=_SAMPLING
+        "--ignore-eos",
+        metavar="",
+        help="Go on after end-of-sequence ids.",
+        rich_help_panel=_SAMPLING,
     ),
 ]
 
@@ -115,11 +117,14 @@ def generate(
     *,
     config: EngineConfig,
 ) -> None:
-    """Complete prompts: one JSON line each, in order, as soon as all before it are there.
+    """Complete prompts; print one JSON line for each, in order.
 
-    A line has index, prompt_token_ids, token_ids, text, finish_reason and, if asked for, logprobs;
-    or index and error, if the prompt could not be served. The exit status is then 1.
+    A line comes as soon as all before it are there. It has index, prompt_token_ids, token_ids,
+    text, finish_reason and, if asked for, logprobs and prompt_logprobs. If the prompt failed, it
+    has an error too; if it was refused, index and error only. The exit status is then 1.
     """
+    from deepinfer_core.cli.jsonl import Item, LineWriter, read_items
+
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -135,53 +140,55 @@ def generate(
         raise fail(error, BAD_OPTION) from None
     if config.model is None:
         raise fail("`--model` is not set; give a model folder or a hub id.", BAD_OPTION)
-    if out is not None and input_file is not None and out.exists() and out.samefile(input_file):
-        raise fail(f"`--out` and `--input` are both {str(out)!r}; change one.", BAD_OPTION)
-    _run(config, _items(source, prompt or (), input_file, defaults), out)
+    with _opened(source, prompt or (), input_file) as lines:
+        writer = LineWriter(out)
+        if lines is None:
+            items = [Item(text, defaults) for text in prompt or ()]
+        elif writer.writes_into(lines.fileno()):
+            raise fail("Results would go into the file of the prompts; change one.", BAD_OPTION)
+        else:
+            items = read_items(lines, defaults)
+    _run(config, items, writer, 'the lines with "error"' if out is None else str(out))
 
 
-def _items(
-    source: str | None, prompts: Sequence[str], file: Path | None, defaults: SamplingParams
-) -> list[Item]:
-    """Return the prompts of the one place that was named."""
-    from deepinfer_core.cli.jsonl import Item, read_items
-
+def _opened(
+    source: str | None, prompts: Sequence[str], file: Path | None
+) -> AbstractContextManager[BinaryIO | None]:
+    """Open the one place that was named for prompts; None when they are on the command line."""
     if source not in (None, "-"):
         raise fail(f"{source!r} is no place for prompts; use `--prompt` or `-`.", BAD_OPTION)
     if (source is not None) + bool(prompts) + (file is not None) != 1:
         raise fail("Give prompts in one way: `--prompt`, `--input` or `-`.", BAD_OPTION)
     if prompts:
-        return [Item(text, defaults) for text in prompts]
+        return nullcontext()
     if file is None or str(file) == "-":
-        return read_items(sys.stdin.buffer, defaults)
+        if sys.stdin is None:
+            raise fail("Standard input is closed; give `--prompt` or `--input`.", BAD_OPTION)
+        return nullcontext(sys.stdin.buffer)
     try:
-        with file.open("rb") as lines:
-            return read_items(lines, defaults)
+        return file.open("rb")
     except OSError as error:
         raise fail(
             f"`--input` {str(file)!r} cannot be read: {error.strerror}.", BAD_OPTION
         ) from None
 
 
-def _run(config: EngineConfig, items: list[Item], out: Path | None) -> None:
-    """Complete the prompts and write their lines."""
-    from deepinfer_core.cli.jsonl import LineWriter, OrderedLines, error_line, output_line
+def _run(config: EngineConfig, items: list[Item], writer: LineWriter, place: str) -> None:
+    """Complete the prompts and write their lines; `place` says where to look for failures."""
+    from deepinfer_core.cli.jsonl import OrderedLines, output_line
     from deepinfer_core.cli.progress import RunProgress, rates
     from deepinfer_core.llm import LLM
 
-    writer = LineWriter(out)
     lines = OrderedLines(writer)
     done, failed = 0, 0
 
-    def take(output: RequestOutput) -> None:
+    def take(ended: Sequence[RequestOutput]) -> None:
         nonlocal done, failed
-        if output.finished:
-            error = items[output.index].error
-            bad = error is not None or output.finish_reason is FinishReason.ERROR
-            line = error_line(output, error) if bad else output_line(output)
+        for output in ended:
+            line = output_line(output, items[output.index])
             with progress.away() if writer.is_terminal() else nullcontext():
                 lines.put(output.index, line)
-            done, failed = done + 1, failed + bad
+            done, failed = done + 1, failed + ("error" in line)
         progress.update(done, llm.engine.stats)
 
     try:
@@ -189,15 +196,15 @@ def _run(config: EngineConfig, items: list[Item], out: Path | None) -> None:
             writer.begin()
             prompts, params = [item.prompt for item in items], [item.params for item in items]
             try:
-                llm.generate(prompts, params, on_output=take, on_error="output")
+                llm.generate(prompts, params, on_step=take, on_error="output")
             except OutputError:
                 raise
             except BaseException:
                 lines.put_rest()  # of requests that ended while others before them ran
                 raise
-            progress.summary(f"{done} prompts, {failed} failed; {rates(llm.engine.stats)}")
+            progress.summary(f"{done} prompts; {rates(llm.engine.stats)}")
     except KeyboardInterrupt:
         message = f"interrupted; {writer.num_lines} of {len(items)} lines are written"
         raise fail(message, INTERRUPTED) from None
     if failed:
-        raise typer.Exit(FAILED)
+        raise fail(f"{failed} of {len(items)} prompts failed; see {place}")

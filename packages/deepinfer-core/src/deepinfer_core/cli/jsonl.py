@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepinfer_core.config import did_you_mean
-from deepinfer_core.engine.outputs import FailedOutput
-from deepinfer_core.errors import OutputError, RequestError
+from deepinfer_core.errors import OutputError, RequestError, shown
 from deepinfer_core.types import RequestOutput, SamplingParams, TokenLogprob
 
-__all__ = ["Item", "LineWriter", "OrderedLines", "error_line", "output_line", "read_items"]
+__all__ = ["Item", "LineWriter", "OrderedLines", "output_line", "read_items"]
 
 _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("prompt", (str,), "a text"),
@@ -30,10 +29,11 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt of the input, or what is wrong with its line."""
+    """One prompt, or what is wrong with its line of the input."""
 
     prompt: str | list[int]
     params: SamplingParams
+    line: int | None = None
     error: RequestError | None = None
 
 
@@ -49,14 +49,13 @@ def read_items(lines: Iterable[bytes], defaults: SamplingParams) -> list[Item]:
         if not line.strip():
             continue
         try:
-            items.append(_read_line(line, defaults))
+            items.append(_read_line(line, number, defaults))
         except RequestError as error:
-            error = RequestError(f"Line {number}: {error}", param=error.param, code=error.code)
-            items.append(Item([], defaults, error))
+            items.append(Item([], defaults, number, error))
     return items
 
 
-def _read_line(line: bytes, defaults: SamplingParams) -> Item:
+def _read_line(line: bytes, number: int, defaults: SamplingParams) -> Item:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -80,16 +79,30 @@ def _read_line(line: bytes, defaults: SamplingParams) -> Item:
         )
     for name, kinds, allowed in _TYPES:
         if name in fields and not isinstance(fields[name], kinds):
-            raise RequestError(f"`{name}` is {fields[name]!r}; it must be {allowed}.", param=name)
+            raise RequestError(
+                f"`{name}` is {shown(fields[name])}; it must be {allowed}.", param=name
+            )
     prompt: str | list[int] = fields["prompt" if "prompt" in fields else "prompt_token_ids"]
     settings = {name: fields[name] for name in SamplingParams.names() if name in fields}
-    return Item(prompt, replace(defaults, **settings))
+    return Item(prompt, replace(defaults, **settings), number)
 
 
-def output_line(output: RequestOutput) -> dict[str, object]:
-    """Return the line of a finished request."""
+def output_line(output: RequestOutput, item: Item) -> dict[str, object]:
+    """Return the line of a request that has ended.
+
+    What failed while it ran has an error beside what it produced; what was refused has no more than
+    index and error.
+    """
+    line: dict[str, object] = {"index": output.index}
+    if output.prompt_token_ids:
+        line |= _produced(output)
+    if (error := _error(output, item)) is not None:
+        line["error"] = error
+    return line
+
+
+def _produced(output: RequestOutput) -> dict[str, object]:
     line: dict[str, object] = {
-        "index": output.index,
         "prompt_token_ids": output.prompt_token_ids,
         "token_ids": output.token_ids,
         "text": output.text,
@@ -102,14 +115,15 @@ def output_line(output: RequestOutput) -> dict[str, object]:
     return line
 
 
-def error_line(output: RequestOutput, error: RequestError | None) -> dict[str, object]:
-    """Return the line of a request that failed; `error` is that of its input line."""
-    param, code, message = None, "generation_failed", output.error
-    if error is not None:
-        param, code, message = error.param, error.code, str(error)
-    elif isinstance(output, FailedOutput):
-        param, code = output.param, output.code
-    return {"index": output.index, "error": {"message": message, "param": param, "code": code}}
+def _error(output: RequestOutput, item: Item) -> dict[str, object] | None:
+    message, param, code = output.error, output.error_param, output.error_code
+    if item.error is not None:
+        message, param, code = str(item.error), item.error.param, item.error.code
+    if message is None:
+        return None
+    if item.line is not None:
+        message = f"Line {item.line}: {message}"
+    return {"message": message, "param": param, "code": code}
 
 
 def _logprob(value: TokenLogprob) -> dict[str, object]:
@@ -137,6 +151,8 @@ class LineWriter:
         self._num_bytes = 0
         self.num_lines = 0
         if path is None:
+            if sys.stdout is None:
+                raise OutputError("Standard output is closed; choose a file with `--out`.")
             sys.stdout.flush()
             self._file = sys.stdout.fileno()
         else:
@@ -147,7 +163,13 @@ class LineWriter:
                     f"{self._name} cannot be opened for results: {error.strerror}. Choose another "
                     "place with `--out`."
                 ) from error
-        self._regular = path is not None and stat.S_ISREG(os.fstat(self._file).st_mode)
+        self._status = os.fstat(self._file)
+        self._regular = path is not None and stat.S_ISREG(self._status.st_mode)
+
+    def writes_into(self, file: int) -> bool:
+        """Whether lines would go into the very file that a descriptor reads."""
+        regular = stat.S_ISREG(self._status.st_mode)
+        return regular and os.path.samestat(self._status, os.fstat(file))
 
     def is_terminal(self) -> bool:
         """Whether lines appear on a terminal."""
@@ -198,9 +220,9 @@ class OrderedLines:
         """Take line `index`; write it and those behind it, if nothing before it is missing."""
         self._waiting[index] = line
         while self._next in self._waiting:
-            self._writer.write(self._waiting[self._next])
-            del self._waiting[self._next]
+            line = self._waiting.pop(self._next)  # first, so that nothing writes it again
             self._next += 1
+            self._writer.write(line)
 
     def put_rest(self) -> None:
         """Write what still waits, in order; those before it will not come any more."""

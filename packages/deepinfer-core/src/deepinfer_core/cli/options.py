@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 
 from deepinfer_core.config import ENV_PREFIX, EngineConfig
-from deepinfer_core.errors import DeepInferError
+from deepinfer_core.errors import DeepInferError, OutputError
 
 __all__ = [
     "BAD_OPTION",
@@ -36,16 +36,22 @@ Verb = Callable[..., None]
 
 def fail(message: object, status: int = FAILED) -> typer.Exit:
     """Print an error and return the exception that ends the command with that status."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # else it would go to standard output
+        print(f"error: {message}", file=sys.stderr, flush=True)
     return typer.Exit(status)
 
 
 def print_table(title: str, rows: Iterable[tuple[str, str, str]]) -> None:
-    """Print lines of (what, how much, note) as a table."""
+    """Print lines of (what, how much, note) as a table; what is too wide goes on below."""
     from rich.console import Console
     from rich.table import Table
 
+    if sys.stdout is None:
+        raise OutputError("Standard output is closed; the table has nowhere to go.")
     table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False).print(table)

@@ -299,6 +299,10 @@ class CpuBackend:
         """See `KernelBackend.sample`."""
         return sampling.sample(logits, inputs)
 
+    def probabilities(self, logits: Tensor, inputs: SampleInputs) -> Tensor:
+        """See `KernelBackend.probabilities`."""
+        return sampling.probabilities(logits, inputs)
+
     def logprobs(
         self, logits: Tensor, token_ids: Tensor, num_top: int
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,7 @@ class MemoryPlan:
         block_bytes: pool -> bytes of a block.
         slot_bytes: part -> bytes a sequence costs whatever its length.
         free: bytes that were free when the plan was made.
+        shortage: why nothing can run, or None.
     """
 
     sizes: StateSizes
@@ -49,6 +50,12 @@ class MemoryPlan:
     block_bytes: Mapping[str, int]
     slot_bytes: Mapping[str, int]
     free: int
+    shortage: str | None = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` when the caches do not fit, or hold nothing."""
+        if self.shortage is not None:
+            raise ConfigError(self.shortage)
 
     @property
     def bytes_per_token(self) -> float:
@@ -73,33 +80,32 @@ class MemoryPlan:
     def table(self) -> list[tuple[str, str, str]]:
         """Return lines of (what, how much, why) for a terminal."""
         sizes = self.sizes
+        stored = "as stored, text model without drafter and vision"
         lines = [
-            (
-                "weights",
-                size_text(self.weights),
-                "as stored, text model without drafter and vision",
-            ),
+            ("weights", size_text(self.weights), stored),
             ("Engram tables", size_text(self.mapped), "stay in their files, read by row"),
         ]
         for pool in POOLS:
             count, per_token = sizes.num_blocks[pool], self.entry_bytes[pool]
-            note = f"{count} blocks of {sizes.block_size} tokens, {per_token:g} B per token"
+            note = f"{count} + 1 blocks of {sizes.block_size} tokens, {per_token:g} B per token"
             lines.append((f"blocks: {pool}", size_text((count + 1) * self.block_bytes[pool]), note))
-        for part, count in self.slot_bytes.items():
-            note = f"{sizes.num_slots} sequences, {size_text(count)} each"
-            lines.append((f"slots: {part}", size_text((sizes.num_slots + 1) * count), note))
+        for part, size in self.slot_bytes.items():
+            note = f"{sizes.num_slots} + 1 slots of {size_text(size)}"
+            lines.append((f"slots: {part}", size_text((sizes.num_slots + 1) * size), note))
         total = self.weights + self.cache_bytes + self.state_bytes
         return [
             *lines,
-            ("total", size_text(total), f"free on this device: {size_text(self.free)}"),
+            ("total", size_text(total), "of these, 1 block and 1 slot are scratch"),
             ("block KV per token", f"{self.bytes_per_token:g} B", "both pools, all sources"),
-            ("longest context", f"{min(sizes.max_len, self.num_tokens)} tokens", "of one sequence"),
-            (
-                "largest batch",
-                f"{sizes.num_slots} sequences",
-                f"{self.num_tokens} tokens of all together",
-            ),
+            ("longest context", f"{min(sizes.max_len, self.num_tokens)} tokens", "one sequence"),
+            ("largest batch", f"{sizes.num_slots} sequences", f"{self.num_tokens} tokens in all"),
+            self._verdict(),
         ]
+
+    def _verdict(self) -> tuple[str, str, str]:
+        if self.shortage is not None:
+            return "fits", "no", self.shortage
+        return "fits", "yes", f"{size_text(self.free)} are free on this device"
 
 
 def size_text(count: float) -> str:
@@ -123,7 +129,7 @@ def plan_memory(
     Args:
         weights_loaded: the free memory of the device already lacks the weights.
     Raises:
-        ConfigError: `block_size`, `max_model_len` or the memory do not allow a single sequence.
+        ConfigError: `block_size` or `max_model_len` does not suit the model or the backend.
     """
     max_len = _max_len(model, config)
     if config.block_size % backend.block_multiple:
@@ -139,9 +145,17 @@ def plan_memory(
     held = 0 if weights_loaded else weights
     slots = (config.max_sequences + 1) * sum(slot_bytes.values())
     budget = _Budget(free, held, slots)
-    num_blocks = _num_blocks(config, empty, sum(block_bytes.values()), budget)
-    sizes = replace(empty, num_blocks=dict.fromkeys(POOLS, num_blocks))
-    return MemoryPlan(sizes, weights, mapped, entry_bytes, block_bytes, slot_bytes, free)
+    num_blocks, shortage = _num_blocks(config, empty, sum(block_bytes.values()), budget)
+    return MemoryPlan(
+        sizes=replace(empty, num_blocks=dict.fromkeys(POOLS, num_blocks)),
+        weights=weights,
+        mapped=mapped,
+        entry_bytes=entry_bytes,
+        block_bytes=block_bytes,
+        slot_bytes=slot_bytes,
+        free=free,
+        shortage=shortage,
+    )
 
 
 def _max_len(model: ModelConfig, config: EngineConfig) -> int:
@@ -216,20 +230,29 @@ class _Budget:
         return f"{taken} leave {size_text(self.left)} of {size_text(self.free)} for caches"
 
 
-def _num_blocks(config: EngineConfig, sizes: StateSizes, block: int, budget: _Budget) -> int:
-    if config.num_blocks is not None:
-        return config.num_blocks
+def _num_blocks(
+    config: EngineConfig, sizes: StateSizes, block: int, budget: _Budget
+) -> tuple[int, str | None]:
+    """Return the blocks of a pool and, when they cannot be had or run nothing, why."""
     wanted = config.max_sequences * sizes.table_len + 1
-    if config.cache_memory_gib is not None:
-        count = min(wanted, int(config.cache_memory_gib * GIB) // block)
-        source = f"`cache_memory_gib` is {config.cache_memory_gib:g}"
+    advice = "Use a device with more memory, or lower `max_sequences`."
+    if config.num_blocks is not None:
+        count = config.num_blocks
+        source, advice = f"`num_blocks` is {count}", "Lower it."
+    elif config.cache_memory_gib is not None:
+        count = int(min(wanted, config.cache_memory_gib * GIB // block))
+        source, advice = f"`cache_memory_gib` is {config.cache_memory_gib:g}", "Change it."
     else:
         count = min(wanted, int(budget.left * CACHE_SHARE) // block)
         source = str(budget)
     if count < 2:
-        raise ConfigError(
+        return count, (
             f"{source}, but a block of {sizes.block_size} tokens takes {size_text(block)} and 2 "
-            "are the least. Use a device with more memory, lower `max_sequences`, or set "
-            "`num_blocks` yourself."
+            f"are the least. {advice}"
         )
-    return count
+    if (count + 1) * block > budget.left:
+        return (
+            count,
+            f"{source}: {size_text((count + 1) * block)} of blocks. But {budget}. {advice}",
+        )
+    return count, None

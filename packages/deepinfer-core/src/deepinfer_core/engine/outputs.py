@@ -12,7 +12,6 @@ a stop string any more:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from deepinfer_core.engine.tokenizer import TextDecoder
 from deepinfer_core.errors import RequestError
@@ -24,36 +23,23 @@ from deepinfer_core.types import (
     TokenLogprob,
 )
 
-__all__ = ["FailedOutput", "OutputBuilder", "StopMatcher"]
+__all__ = ["OutputBuilder", "StopMatcher", "refused"]
 
 
-@dataclass(frozen=True, slots=True)
-class FailedOutput(RequestOutput):
-    """The output of a request that ended in an error.
-
-    Args:
-        param: the request field at fault, or None.
-        code: a short machine-readable word.
-    """
-
-    param: str | None = None
-    code: str = "generation_failed"
-
-    @classmethod
-    def of(cls, error: RequestError, index: int, client_id: str) -> FailedOutput:
-        """Return the output of a request that was refused."""
-        return cls(
-            index=index,
-            client_id=client_id,
-            prompt_token_ids=(),
-            token_ids=(),
-            text="",
-            delta="",
-            finish_reason=FinishReason.ERROR,
-            error=str(error),
-            param=error.param,
-            code=error.code,
-        )
+def refused(error: RequestError, index: int, client_id: str) -> RequestOutput:
+    """Return the output of a request that never ran."""
+    return RequestOutput(
+        index=index,
+        client_id=client_id,
+        prompt_token_ids=(),
+        token_ids=(),
+        text="",
+        delta="",
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_param=error.param,
+        error_code=error.code,
+    )
 
 
 class StopMatcher:
@@ -120,12 +106,14 @@ class OutputBuilder:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
+        self._ordered_prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._text = ""
         # Borders at which all characters are complete: (number of tokens, length of their text).
         self._borders: list[tuple[int, int]] = []
         self._shown = (0, 0)
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
+        self._error_code: str | None = None
         self._num_preemptions = 0
 
     def feed(self, update: SequenceUpdate) -> bool:
@@ -147,9 +135,10 @@ class OutputBuilder:
                 return True
         if update.finish_reason is None:
             return False
-        self._finish_reason, self._error = update.finish_reason, update.error
+        self._finish_reason = update.finish_reason
+        self._error, self._error_code = update.error, update.error_code
         tail = "" if self._decoder is None else self._decoder.flush()
-        if tail and self._append(tail):
+        if self._append(tail) and update.finish_reason is FinishReason.LENGTH:
             self._finish_reason = FinishReason.STOP
         return False
 
@@ -158,7 +147,10 @@ class OutputBuilder:
         self.feed(SequenceUpdate(self._request.uid, finish_reason=FinishReason.ABORT))
 
     def next_output(self) -> RequestOutput | None:
-        """Return what can be shown now, or None if that is no more than the last time."""
+        """Return what can be shown now, or None if that is no more than the last time.
+
+        It takes a copy of all that was produced, so ask only for what somebody looks at.
+        """
         if self._finish_reason is not None:
             shown = (len(self._token_ids), len(self._text))
             return self._output(shown)
@@ -196,14 +188,13 @@ class OutputBuilder:
     def _output(self, shown: tuple[int, int]) -> RequestOutput:
         num_tokens, text_len = shown
         params = self._request.params
-        prompt_logprobs = None
-        if params.prompt_logprobs is not None:
-            positions = sorted(self._prompt_logprobs)
-            prompt_logprobs = tuple(self._prompt_logprobs[position] for position in positions)
+        if len(self._ordered_prompt_logprobs) < len(self._prompt_logprobs):
+            in_order = sorted(self._prompt_logprobs.items())
+            self._ordered_prompt_logprobs = tuple(value for _, value in in_order)
+        known = None if params.prompt_logprobs is None else self._ordered_prompt_logprobs
         delta = self._text[self._shown[1] : text_len]
         self._shown = shown
-        failed = self._finish_reason is FinishReason.ERROR
-        return (FailedOutput if failed else RequestOutput)(
+        return RequestOutput(
             index=self._index,
             client_id=self._request.client_id,
             prompt_token_ids=self._request.prompt_token_ids,
@@ -212,8 +203,9 @@ class OutputBuilder:
             delta=delta,
             finish_reason=self._finish_reason,
             logprobs=None if params.logprobs is None else tuple(self._logprobs[:num_tokens]),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=known,
             error=self._error,
+            error_code=self._error_code,
             determinism="strict" if self._request.strict else "normal",
             bounded_replay=self._bounded_replay,
             num_preemptions=self._num_preemptions,

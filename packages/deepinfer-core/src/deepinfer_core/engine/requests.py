@@ -7,12 +7,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from deepinfer_core.config import EngineConfig, did_you_mean
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import RequestError, shown
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.scheduler.budget import SchedulerLimits, check_prompt
 from deepinfer_core.types import Request, SamplingParams
 
-__all__ = ["Prompt", "Prompts", "RequestReader", "as_list"]
+__all__ = ["Prompt", "Prompts", "RequestReader", "as_list", "params_of_each"]
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 Prompts = Prompt | Sequence[Prompt]
@@ -96,7 +96,7 @@ class RequestReader:
             token_id = operator.index(value)
         if not 0 <= token_id < self._model.vocab_size:
             raise RequestError(
-                f"`{name}` has {value!r}; token ids are integers from 0 to "
+                f"`{name}` has {shown(value)}; token ids are integers from 0 to "
                 f"{self._model.vocab_size - 1}.",
                 param=name,
                 code="token_id_out_of_range",
@@ -130,6 +130,28 @@ def as_list(prompts: Prompts) -> list[Prompt]:
     if len(prompts) and hasattr(prompts[0], "__index__"):
         return [prompts]  # type: ignore[list-item]  # the ids of one prompt
     return list(prompts)  # type: ignore[arg-type]
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    """Return the settings of each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    several = isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)
+    if not several:
+        raise RequestError(
+            f"`params` is {params!r}; allowed: `SamplingParams`, one for all prompts or a list of "
+            "one for each.",
+            param="params",
+        )
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"`params` has {len(params)} entries for {num_prompts} prompts; give one for all, or "
+            "one for each.",
+            param="params",
+        )
+    return params
 
 
 def _read_item(item: Prompt, client_id: str) -> tuple[str, str | Sequence[int]]:

@@ -6,15 +6,15 @@ Counts of tokens live on the device, keyed by slot, and are written on the forwa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from deepinfer_core.interfaces import KernelBackend
-from deepinfer_core.types import Admission, SamplingParams, TokenLogprob
+from deepinfer_core.types import Admission, SamplingParams, StepPlan
 
-__all__ = ["RowSettings", "Sampler", "host_logprobs"]
+__all__ = ["RowSettings", "Sampler", "StagedSampling"]
 
 
 @dataclass(frozen=True)
@@ -32,54 +32,97 @@ class RowSettings:
     output_counts: Tensor | None = None
     bias: Tensor | None = None
     mask: Tensor | None = None
+    stream: int = 0
+    cycle: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StagedSampling:
+    """What the sampler needs of a plan, on the device.
+
+    Attributes:
+        settings: of the sampled rows; positions and counts are filled in when they are known.
+        slots: [N] int64, slot of each sampled row.
+        penalised: rows whose tokens are counted.
+        admitted: (slot, prompt ids, output ids) of penalised sequences that enter a slot.
+    """
+
+    settings: RowSettings
+    slots: Tensor
+    penalised: Sequence[int]
+    admitted: Sequence[tuple[int, Tensor, Tensor]]
 
 
 class Sampler:
-    """Chooses tokens for the sequences of a step.
-
-    Args:
-        num_slots: slots of the state, the scratch slot not counted.
-        vocab_size: V.
-    """
+    """Chooses tokens for the sequences of a step."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device):
-        """Start with no sequence admitted."""
+        """Know no sequence yet.
+
+        Args:
+            num_slots: slots of the state, the scratch slot not counted.
+            vocab_size: V.
+            device: where counts live.
+        """
         self._num_slots, self._vocab_size, self._device = num_slots, vocab_size, device
         self._admitted: dict[int, Admission] = {}
         self._prompt_seen: Tensor | None = None  # allocated when the first request uses penalties
         self._output_counts: Tensor | None = None
 
-    def admit(self, slot: int, admission: Admission) -> None:
-        """Take over the settings of a sequence that enters a slot."""
-        self._admitted[slot] = admission
-        if not admission.params.uses_penalties:
-            return
-        seen, counts = self._counts()
-        seen[slot] = False
-        counts[slot] = 0
-        tokens = torch.tensor(admission.token_ids, dtype=torch.int64, device=self._device)
-        prompt, output = tokens[: admission.prompt_len], tokens[admission.prompt_len :]
-        seen[slot, prompt] = True
-        counts[slot] += torch.bincount(output, minlength=self._vocab_size).to(counts.dtype)
+    def stage(self, plan: StepPlan) -> StagedSampling:
+        """Send the settings of a plan's sampled rows; take over those of sequences that enter."""
+        admitted = []
+        for meta in plan.sequences:
+            if meta.admission is None:
+                continue
+            self._admitted[meta.slot] = meta.admission
+            if meta.admission.params.uses_penalties:
+                tokens = torch.tensor(meta.admission.token_ids, device=self._device)
+                prompt_len = meta.admission.prompt_len
+                admitted.append((meta.slot, tokens[:prompt_len], tokens[prompt_len:]))
+        slots = [meta.slot for meta in plan.sequences if meta.samples]
+        params = [self._admitted[slot].params for slot in slots]
+        index = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        return StagedSampling(
+            settings=self._settings(params, slots, index),
+            slots=index,
+            penalised=[row for row, each in enumerate(params) if each.uses_penalties],
+            admitted=admitted,
+        )
+
+    def admit(self, staged: StagedSampling) -> None:
+        """Start the counts of penalised sequences that enter (forward queue)."""
+        for slot, prompt, output in staged.admitted:
+            seen, counts = self._counts()
+            seen[slot] = False
+            seen[slot, prompt] = True
+            counts[slot] = torch.bincount(output, minlength=self._vocab_size).to(counts.dtype)
 
     def sample(
-        self, backend: KernelBackend, logits: Tensor, slots: Sequence[int], positions: Tensor
+        self, backend: KernelBackend, logits: Tensor, staged: StagedSampling, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (token ids [N] int64, status [N] int32) and count the tokens.
+        """Return (token ids [N] int64, status [N] int32) and count the tokens (forward queue).
 
         Args:
-            logits: [N, V] float32. slots: of each row.
-            positions: [N] int64, index of the token produced.
+            backend: ops.
+            logits: [N, V] float32.
+            staged: settings of the rows.
+            positions: [N] int64, index in its sequence of the token being produced.
         """
-        params = [self._admitted[slot].params for slot in slots]
-        sampled = backend.sample(logits, self._settings(params, slots, positions))
-        for row, (slot, each) in enumerate(zip(slots, params, strict=True)):
-            if each.uses_penalties:
-                self._counts()[1][slot, sampled.token_ids[row]] += 1
+        settings = replace(staged.settings, positions=positions)
+        if staged.penalised:
+            seen, counts = self._counts()
+            settings = replace(
+                settings, prompt_seen=seen[staged.slots], output_counts=counts[staged.slots]
+            )
+        sampled = backend.sample(logits, settings)
+        if staged.penalised:
+            rows = list(staged.penalised)
+            self._counts()[1][staged.slots[rows], sampled.token_ids[rows]] += 1
         return sampled.token_ids, sampled.status
 
     def _settings(
-        self, params: Sequence[SamplingParams], slots: Sequence[int], positions: Tensor
+        self, params: Sequence[SamplingParams], slots: Sequence[int], index: Tensor
     ) -> RowSettings:
         def column(name: str, dtype: torch.dtype, neutral: float) -> Tensor | None:
             values = [getattr(each, name) for each in params]
@@ -88,29 +131,22 @@ class Sampler:
             return torch.tensor(values, dtype=dtype, device=self._device)
 
         seeds = [self._admitted[slot].seed for slot in slots]
-        penalised = any(each.uses_penalties for each in params)
-        seen, counts = self._counts() if penalised else (None, None)
-        index = torch.tensor(list(slots), device=self._device)
+        words = [(seed & 0xFFFFFFFF, seed >> 32) for seed in seeds]
+        temperature = [each.temperature for each in params]
         return RowSettings(
-            seeds=torch.tensor(
-                [[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds],
-                dtype=torch.int64,
-                device=self._device,
-            ),
-            positions=positions,
-            temperature=torch.tensor(
-                [each.temperature for each in params], dtype=torch.float32, device=self._device
-            ),
+            seeds=torch.tensor(words, dtype=torch.int64, device=self._device).reshape(-1, 2),
+            positions=index,
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=self._device),
             top_k=column("top_k", torch.int64, 0),
             top_p=column("top_p", torch.float32, 1.0),
             min_p=column("min_p", torch.float32, 0.0),
-            penalties=self._penalties(params) if penalised else None,
-            prompt_seen=None if seen is None else seen[index],
-            output_counts=None if counts is None else counts[index],
+            penalties=self._penalties(params),
             bias=self._bias(params),
         )
 
-    def _penalties(self, params: Sequence[SamplingParams]) -> Tensor:
+    def _penalties(self, params: Sequence[SamplingParams]) -> Tensor | None:
+        if not any(each.uses_penalties for each in params):
+            return None
         values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
         return torch.tensor(values, dtype=torch.float32, device=self._device)
 
@@ -131,22 +167,3 @@ class Sampler:
             self._prompt_seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
             self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._prompt_seen, self._output_counts
-
-
-def host_logprobs(
-    backend: KernelBackend, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]
-) -> list[TokenLogprob]:
-    """Return log-probabilities of raw logits [N, V] for tokens [N].
-
-    Row i comes with `num_top[i]` alternatives.
-    """
-    if not num_top:
-        return []
-    chosen, best_ids, best = backend.logprobs(logits, token_ids, max(num_top))
-    rows = zip(
-        token_ids.tolist(), chosen.tolist(), best_ids.tolist(), best.tolist(), num_top, strict=True
-    )
-    return [
-        TokenLogprob(token, value, tuple(zip(ids[:count], values[:count], strict=True)))
-        for token, value, ids, values, count in rows
-    ]

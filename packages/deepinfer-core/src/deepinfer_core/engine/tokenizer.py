@@ -40,7 +40,7 @@ class TextCodec:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             self.tokenizer = Tokenizer.from_str(json.dumps(content))
-            for token in content["added_tokens"]:
+            for token in content.get("added_tokens", ()):
                 token["special"] = True  # some control tokens are not marked as such
             self._encoder = Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # the parser raises no narrower type

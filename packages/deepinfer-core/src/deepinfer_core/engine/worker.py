@@ -1,8 +1,7 @@
-"""One rank's device side: applies a plan's deltas, runs the model, samples, hands back a ticket.
+"""One rank's device side: sends a plan, runs the model, samples, hands back a ticket.
 
 All state on the device is written by work on the forward queue, in the order of launches; the host
-only sends immutable plans. So no write can overtake an earlier step's read (rule W1 of
-`scheduler.md`).
+only sends immutable plans. So no write can overtake an earlier step's read.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer_core.engine.sampler import Sampler, host_logprobs
+from deepinfer_core.engine.sampler import Sampler, StagedSampling
+from deepinfer_core.engine.stage import PLACEHOLDER, PromptRows, StagedStep, stage
 from deepinfer_core.engine.step_ring import WorkerStepState
 from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.model.batch import RowBatch
-from deepinfer_core.model.deepseek_v41 import DeepseekV41, Tail
+from deepinfer_core.model.deepseek_v41 import DeepseekV41
 from deepinfer_core.model.state import ModelState
 from deepinfer_core.types import (
     PromptLogprob,
     RowStatus,
-    SequenceMetadata,
     StepPlan,
     StepResult,
     TokenLogprob,
@@ -30,7 +29,8 @@ from deepinfer_core.types import (
 
 __all__ = ["CarryState", "Worker"]
 
-PLACEHOLDER = -1  # an illegal id: one that reaches the model is a fault, not a token
+# Prompt rows whose logits exist at a time: a row of them is as wide as the vocabulary.
+PROMPT_PIECE = 64
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,35 @@ class CarryState:
     tag: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Scores:
+    """Log-probabilities of n tokens and of the best ones at their places, on the device."""
+
+    token_ids: Tensor
+    chosen: Tensor
+    best_ids: Tensor
+    best: Tensor
+
+    def to_host(self, num_top: Sequence[int]) -> list[TokenLogprob]:
+        """Copy them, with `num_top[i]` alternatives of the i-th."""
+        columns = (self.token_ids, self.chosen, self.best_ids, self.best)
+        rows = zip(*(column.tolist() for column in columns), num_top, strict=True)
+        return [
+            TokenLogprob(token, value, tuple(zip(ids[:count], values[:count], strict=True)))
+            for token, value, ids, values, count in rows
+        ]
+
+
+@dataclass(frozen=True)
 class _Output:
-    """A step's sampler output, filled by device work."""
+    """A step's results on the device; `scored` are places in the plan, in the order of `scores`."""
 
     start: Tensor
     status: Tensor
     token_ids: Tensor
-    logprobs: dict[int, TokenLogprob]
-    prompt_logprobs: dict[int, tuple[PromptLogprob, ...]]
+    scored: Sequence[int]
+    scores: _Scores | None
+    prompt_scores: Mapping[int, _Scores]
 
 
 class Worker:
@@ -65,19 +85,24 @@ class Worker:
     def __init__(self, backend: KernelBackend, model: DeepseekV41, state: ModelState):
         """Start with an empty carry."""
         self.backend, self.model, self.state = backend, model, state
-        self.sampler = Sampler(
-            state.sizes.num_slots, model.config.vocab_size, backend.runtime.device
-        )
         self._device = backend.runtime.device
+        self._sampler = Sampler(state.sizes.num_slots, model.config.vocab_size, self._device)
         self._carry: CarryState | None = None
 
     def launch(self, plan: StepPlan) -> WorkerStepState:
-        """Queue a step and return at once with its ticket."""
+        """Queue a step and return its ticket.
+
+        Returns at once where the device has queues of its own; on the CPU the work is done then.
+        """
         runtime = self.backend.runtime
-        forward, copy_out = runtime.queue("forward"), runtime.queue("copy_out")
+        copy_in, forward = runtime.queue("copy_in"), runtime.queue("forward")
+        copy_out = runtime.queue("copy_out")
+        staged: list[tuple[StagedStep, StagedSampling]] = []
         produced: list[_Output] = []
         results: list[StepResult] = []
-        forward.submit(lambda: produced.append(self._run(plan)))
+        copy_in.submit(lambda: staged.append(self._stage(plan)))
+        forward.wait_for(copy_in.record())
+        forward.submit(lambda: produced.append(self._run(*staged[0])))
         forward_done = forward.record()
         copy_out.wait_for(forward_done)
         copy_out.submit(lambda: results.append(_to_host(plan, produced[0])))
@@ -87,154 +112,112 @@ class Worker:
         """Zero blocks and slots whose content is not finite, before any later step."""
         self.backend.runtime.queue("forward").submit(lambda: self.state.scrub(blocks, slots))
 
+    def _stage(self, plan: StepPlan) -> tuple[StagedStep, StagedSampling]:
+        window = self.model.config.sliding_window
+        return stage(plan, window, self._device), self._sampler.stage(plan)
+
     @torch.no_grad()
-    def _run(self, plan: StepPlan) -> _Output:
-        backend = self.backend.with_strict(plan.output.strict)
-        sequences = plan.sequences
-        for meta in sequences:
-            self._apply_deltas(meta)
-        first, start, status = self._sources(backend, plan)
+    def _run(self, step: StagedStep, sampling: StagedSampling) -> _Output:
+        backend = self.backend.with_strict(step.plan.output.strict)
+        self._apply_deltas(step)
+        self._sampler.admit(sampling)
+        first, start, status = backend.correct_inputs(
+            step.first_tokens.unsqueeze(-1), step.start, step.uids, step.remap, self._carry
+        )
         rows = RowBatch.build(
-            [meta.num_rows for meta in sequences],
+            backend,
+            step.num_rows,
             start,
-            [meta.slot for meta in sequences],
+            step.slots,
             window=self.model.config.sliding_window,
-            window_floor=[meta.window_start for meta in sequences],
-            write_floor=[
-                meta.start + meta.num_replay if meta.num_replay else 0 for meta in sequences
-            ],
-            device=self._device,
+            window_floor=step.window_floor,
+            write_floor=step.write_floor,
         )
-        tail = self._tail(sequences, rows)
-        done = self.model.forward(
-            backend, self._tokens(sequences, first, rows), rows, self.state, tail=tail
-        )
-        output = _Output(start, status, torch.full_like(start, PLACEHOLDER), {}, {})
-        self._sample(backend, sequences, rows, tail, done.hidden, output)
-        tags = torch.tensor(
-            [meta.uid for meta in sequences], dtype=torch.int64, device=self._device
-        )
-        counts = rows.row_start[1:] - rows.row_start[:-1]
-        self._carry = CarryState(output.token_ids.unsqueeze(-1), start + counts, tags)
-        for row, meta in enumerate(sequences):
-            if meta.prompt_logprobs is not None and meta.prompt_targets:
-                output.prompt_logprobs[row] = self._prompt_logprobs(
-                    backend, meta, row, rows, done.hidden
-                )
+        tokens = step.tokens.index_copy(0, rows.row_start[:-1], first[:, 0])
+        done = self.model.forward(backend, tokens, rows, self.state, tail=step.tail)
+        end = start + (rows.row_start[1:] - rows.row_start[:-1])
+        output = self._sample(backend, step, sampling, done.hidden, start, end, status)
+        self._carry = CarryState(output.token_ids.unsqueeze(-1), end, step.uids)
         return output
 
-    def _apply_deltas(self, meta: SequenceMetadata) -> None:
-        """Bring a sequence's slot up to date: settings and history on entry, new blocks."""
-        admission = meta.admission
-        if admission is not None:
-            self.sampler.admit(meta.slot, admission)
-            if admission.history and self.model.engram is not None:
-                ids = torch.tensor(admission.history, device=self._device)
-                folded = self.model.engram.folded(ids, None)
-                self.state.set_history(meta.slot, meta.start, folded.tolist())
-        for delta in meta.blocks:
-            self.state.set_blocks(meta.slot, delta.pool, delta.first, list(delta.block_ids))
-
-    def _sources(self, backend: KernelBackend, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each sequence's first token, start position and status.
-
-        They come from the host or from the carry.
-        """
-        table = [
-            (meta.token_ids[0] if meta.token_ids else PLACEHOLDER, meta.start, meta.uid, remap)
-            for meta, remap in zip(plan.sequences, plan.output.remap, strict=True)
-        ]
-        columns = torch.tensor(table, dtype=torch.int64, device=self._device)
-        tokens, start, tag, remap = columns.unbind(1)
-        tokens, start, status = backend.correct_inputs(
-            tokens.unsqueeze(-1), start, tag, remap, self._carry
-        )
-        return tokens[:, 0], start, status
-
-    def _tokens(
-        self, sequences: tuple[SequenceMetadata, ...], first: Tensor, rows: RowBatch
-    ) -> Tensor:
-        """Return the token of each row [B]; the first of a sequence is the corrected one."""
-        flat = [
-            token
-            for meta in sequences
-            for token in (meta.token_ids or (PLACEHOLDER,) * meta.num_rows)
-        ]
-        tokens = torch.tensor(flat, dtype=torch.int64, device=self._device)
-        tokens[rows.row_start[:-1]] = first
-        return tokens
-
-    def _tail(self, sequences: tuple[SequenceMetadata, ...], rows: RowBatch) -> Tail | None:
-        """Return the rows that run every layer.
-
-        None when all of them do and see no window that was cut.
-        """
-        reach = self.model.config.sliding_window - 1  # rows further on see nothing below the tail
-        if all(not meta.tail_start or meta.start >= meta.tail_start + reach for meta in sequences):
-            return None
-        floor = torch.tensor(
-            [meta.tail_start for meta in sequences], dtype=torch.int64, device=self._device
-        )
-        keep = (rows.positions >= floor[rows.sequence]).nonzero().squeeze(-1)
-        return Tail(keep, floor[rows.sequence[keep]])
+    def _apply_deltas(self, step: StagedStep) -> None:
+        """Write new block-table entries, and the history of sequences that enter a slot."""
+        for delta in step.tables:
+            table = self.state.tables[delta.pool]
+            table[delta.slots, delta.places] = delta.block_ids.to(table.dtype)
+        if self.model.engram is not None:
+            for slot, start, token_ids in step.history:
+                self.state.set_history(slot, start, self.model.engram.folded(token_ids, None))
 
     def _sample(
         self,
         backend: KernelBackend,
-        sequences: tuple[SequenceMetadata, ...],
-        rows: RowBatch,
-        tail: Tail | None,
+        step: StagedStep,
+        sampling: StagedSampling,
         hidden: Tensor,
-        output: _Output,
-    ) -> None:
-        """Sample after the last row of each sequence that asks for it (written: output)."""
+        start: Tensor,
+        end: Tensor,
+        status: Tensor,
+    ) -> _Output:
+        """Sample after the last row of each sequence that asks for it, and score what was asked."""
+        sequences = step.plan.sequences
+        logits = self.model.logits(backend, hidden[step.last_hidden])
+        positions = end[step.sampled]
+        sampled, faults = self._sampler.sample(backend, logits, sampling, positions)
+        token_ids = torch.full_like(start, PLACEHOLDER).index_copy(0, step.sampled, sampled)
+        worst = torch.maximum(status[step.sampled], faults)
+        status = status.index_copy(0, step.sampled, worst)
         chosen = [row for row, meta in enumerate(sequences) if meta.samples]
-        if not chosen:
-            return
-        last = rows.row_start[1:][chosen] - 1
-        place = last if tail is None else torch.searchsorted(tail.rows, last)
-        logits = self.model.logits(backend, hidden[place])
-        positions = rows.positions[last] + 1
-        slots = [sequences[row].slot for row in chosen]
-        token_ids, status = self.sampler.sample(backend, logits, slots, positions)
-        output.token_ids[chosen] = token_ids
-        output.status[chosen] = torch.maximum(output.status[chosen], status)
-        asked = [(i, row) for i, row in enumerate(chosen) if sequences[row].logprobs is not None]
-        tops = [sequences[row].logprobs or 0 for _, row in asked]
-        index = [i for i, _ in asked]
-        values = host_logprobs(backend, logits[index], token_ids[index], tops)
-        output.logprobs.update({row: value for (_, row), value in zip(asked, values, strict=True)})
+        asked = [i for i, row in enumerate(chosen) if sequences[row].logprobs is not None]
+        scored = [chosen[i] for i in asked]
+        scores = None
+        if asked:
+            num_top = max(sequences[row].logprobs or 0 for row in scored)
+            scores = _score(backend, logits[asked], sampled[asked], num_top)
+        prompt_scores = {
+            rows.row: self._prompt_scores(
+                backend, rows, hidden, sequences[rows.row].prompt_logprobs or 0
+            )
+            for rows in step.prompt_rows
+        }
+        return _Output(start, status, token_ids, scored, scores, prompt_scores)
 
-    def _prompt_logprobs(
-        self,
-        backend: KernelBackend,
-        meta: SequenceMetadata,
-        row: int,
-        rows: RowBatch,
-        hidden: Tensor,
-    ) -> tuple[PromptLogprob, ...]:
-        """Return log-probabilities of the prompt tokens that follow this step's rows.
+    def _prompt_scores(
+        self, backend: KernelBackend, asked: PromptRows, hidden: Tensor, num_top: int
+    ) -> _Scores:
+        """Score the prompt tokens that follow a sequence's rows, which all ran every layer."""
+        parts = []
+        for begin in range(0, len(asked.targets), PROMPT_PIECE):
+            targets = asked.targets[begin : begin + PROMPT_PIECE]
+            place = asked.first + begin
+            logits = self.model.logits(backend, hidden[place : place + len(targets)])
+            parts.append(_score(backend, logits, targets, num_top))
+        columns = ((p.token_ids, p.chosen, p.best_ids, p.best) for p in parts)
+        return _Scores(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
-        Every row ran all layers.
-        """
-        count, begin = len(meta.prompt_targets), int(rows.row_start[row])
-        logits = self.model.logits(backend, hidden[begin : begin + count])
-        targets = torch.tensor(meta.prompt_targets, device=self._device)
-        values = host_logprobs(backend, logits, targets, [meta.prompt_logprobs or 0] * count)
-        return tuple(
-            PromptLogprob(meta.start + i, value) for i, value in enumerate(values, start=1)
-        )
+
+def _score(backend: KernelBackend, logits: Tensor, token_ids: Tensor, num_top: int) -> _Scores:
+    return _Scores(token_ids, *backend.logprobs(logits, token_ids, num_top))
 
 
 def _to_host(plan: StepPlan, output: _Output) -> StepResult:
-    tokens, status, start = output.token_ids.tolist(), output.status.tolist(), output.start.tolist()
-    rows = range(len(plan.sequences))
-    sampled = [meta.samples for meta in plan.sequences]
+    sequences = plan.sequences
+    tokens = output.token_ids.tolist()
+    logprobs: dict[int, TokenLogprob] = {}
+    if output.scores is not None:
+        num_top = [sequences[row].logprobs or 0 for row in output.scored]
+        values = output.scores.to_host(num_top)
+        logprobs = dict(zip(output.scored, values, strict=True))
+    prompt: dict[int, tuple[PromptLogprob, ...]] = {}
+    for row, scores in output.prompt_scores.items():
+        meta = sequences[row]
+        found = scores.to_host([meta.prompt_logprobs or 0] * len(scores.chosen))
+        prompt[row] = tuple(PromptLogprob(meta.start + i, v) for i, v in enumerate(found, start=1))
     return StepResult(
         step_seq=plan.output.step_seq,
-        token_ids=tuple((tokens[row],) if sampled[row] else () for row in rows),
-        status=tuple(RowStatus(value) for value in status),
-        logprobs=tuple((output.logprobs[row],) if row in output.logprobs else () for row in rows),
-        prompt_logprobs=tuple(output.prompt_logprobs.get(row, ()) for row in rows),
-        start=tuple(start),
+        token_ids=tuple((tokens[row],) if m.samples else () for row, m in enumerate(sequences)),
+        status=tuple(RowStatus(value) for value in output.status.tolist()),
+        logprobs=tuple((logprobs[row],) if row in logprobs else () for row in range(len(tokens))),
+        prompt_logprobs=tuple(prompt.get(row, ()) for row in range(len(tokens))),
+        start=tuple(output.start.tolist()),
     )

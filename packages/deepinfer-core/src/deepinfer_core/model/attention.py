@@ -1,4 +1,4 @@
-"""One layer's attention (`model-v41.md` 4-6).
+"""One layer's attention.
 
 Window, compressed entries, indexer, grouped output.
 """

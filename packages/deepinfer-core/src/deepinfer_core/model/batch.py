@@ -1,4 +1,4 @@
-"""`RowBatch`: the flattened rows of a step as tensors (`dspark.md` 6)."""
+"""`RowBatch`: the flattened rows of a step as tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from deepinfer_core.interfaces import KernelBackend
 
 __all__ = ["RowBatch"]
 
@@ -34,74 +36,59 @@ class RowBatch:
     @classmethod
     def build(
         cls,
+        backend: KernelBackend,
         num_rows: Sequence[int],
         start: Sequence[int] | Tensor,
-        slots: Sequence[int],
+        slots: Sequence[int] | Tensor,
         *,
         window: int,
-        window_floor: Sequence[int] | None = None,
-        write_floor: Sequence[int] | None = None,
+        window_floor: Sequence[int] | Tensor | None = None,
+        write_floor: Sequence[int] | Tensor | None = None,
         is_image: Tensor | None = None,
-        device: torch.device | str = "cpu",
+        total: int | None = None,
+        scratch_slot: int = 0,
     ) -> RowBatch:
         """Lay out `num_rows[s]` rows from position `start[s]` on for each sequence s.
 
         Args:
+            backend: whose device the rows are on.
+            num_rows: rows of each sequence.
+            start: position of each sequence's first row.
             slots: slot of each sequence.
             window: positions a row sees, its own included.
             window_floor: per sequence, first position windows may see; 0 by default.
             write_floor: per sequence, rows below it write no block and no carry; 0 by default.
             is_image: [B] bool or None.
+            total: B with padding behind the rows (a captured graph has one size); none by default.
+            scratch_slot: slot of padding.
         """
-        count = len(num_rows)
-        rows = torch.tensor(num_rows, dtype=torch.int64, device=device)
-        row_start = torch.zeros(count + 1, dtype=torch.int64, device=device)
-        row_start[1:] = rows.cumsum(0)
-        first = torch.as_tensor(start, dtype=torch.int64, device=device)
-        places = torch.tensor(slots, dtype=torch.int64, device=device)
-        sequence = torch.repeat_interleave(torch.arange(count, device=device), rows)
-        positions = (
-            torch.arange(len(sequence), device=device) - row_start[sequence] + first[sequence]
-        )
-        zeros = [0] * count
-        floors = torch.tensor(
-            [window_floor or zeros, write_floor or zeros], dtype=torch.int64, device=device
-        )[:, sequence]
+        device = backend.runtime.device
+
+        def column(values: Sequence[int] | Tensor | None) -> Tensor:
+            values = [0] * len(num_rows) if values is None else values
+            return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+        rows, first, places = column(num_rows), column(start), column(slots)
+        size = sum(num_rows) if total is None else total
+        sequence, positions = backend.expand_rows(rows, first, size)
+
+        def spread(values: Tensor, padding: int) -> Tensor:
+            # padding is sequence -1, which finds what stands last
+            return torch.cat((values, values.new_full((1,), padding)))[sequence]
+
         return cls(
             positions=positions,
             sequence=sequence,
-            slots=places[sequence],
-            row_start=row_start,
+            slots=spread(places, scratch_slot),
+            row_start=torch.cat((rows.new_zeros(1), rows.cumsum(0))),
             first_position=first,
             sequence_slots=places,
             window_first=positions - (window - 1),
             window_last=positions,
-            window_floor=floors[0],
+            window_floor=spread(column(window_floor), 0),
             window_len=window,
-            writes=positions >= floors[1],
+            writes=(sequence >= 0) & (positions >= spread(column(write_floor), 0)),
             is_image=is_image,
-        )
-
-    def padded(self, total: int, scratch_slot: int) -> RowBatch:
-        """Return the same rows with padding behind them, `total` in all.
-
-        A captured graph has one size.
-        """
-        missing = total - len(self.positions)
-
-        def fill(values: Tensor, value: int) -> Tensor:
-            return torch.cat((values, values.new_full((missing,), value)))
-
-        return replace(
-            self,
-            positions=fill(self.positions, 0),
-            sequence=fill(self.sequence, -1),
-            slots=fill(self.slots, scratch_slot),
-            window_first=fill(self.window_first, 0),
-            window_last=fill(self.window_last, 0),
-            window_floor=fill(self.window_floor, 0),
-            writes=fill(self.writes, False),
-            is_image=None if self.is_image is None else fill(self.is_image, False),
         )
 
     def queries(self, keep: Tensor) -> RowBatch:
@@ -126,7 +113,7 @@ class RowBatch:
         """
         part = self.queries(keep)
         count = self.sequence_slots.shape[0]
-        kept = torch.bincount(part.sequence, minlength=count)
+        kept = torch.bincount(part.sequence + 1, minlength=count + 1)[1:]  # without padding
         row_start = torch.zeros_like(self.row_start)
         row_start[1:] = kept.cumsum(0)
         total = self.row_start[1:] - self.row_start[:-1]

@@ -249,7 +249,7 @@ def engram_primes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     the buckets of its columns one after another. Each n-gram length of each layer looks upwards
     from `engram_vocab_size` for primes that no earlier column has taken.
 
-    Source: model-v41, section 9.2.
+    Source: the released DeepSeek-V4.1 format.
     """
     taken: set[int] = set()
     layers = []

@@ -18,6 +18,8 @@ _SCALE_GROUP = 32
 
 _RATIOS = (0, 1, 2)
 
+_MAX_SINKHORN_ITERS = 1000  # far beyond convergence; the release has 20
+
 _TOKEN_IDS = (
     "bos_token_id",
     "pad_token_id",
@@ -60,6 +62,12 @@ def _check_ranges(config: ModelConfig) -> None:
             continue
         if value < 0 or (value == 0 and not may_be_zero):
             raise fail(name, value, f"must be {'at least 0' if may_be_zero else 'above 0'}")
+    for name in ("rope_theta", "compress_rope_theta"):
+        if getattr(config, name) <= 1:  # YaRN divides by its logarithm
+            raise fail(name, getattr(config, name), "must be above 1")
+    if config.hc_sinkhorn_iters > _MAX_SINKHORN_ITERS:
+        allowed = f"must be at most {_MAX_SINKHORN_ITERS}"
+        raise fail("hc_sinkhorn_iters", config.hc_sinkhorn_iters, allowed)
     for name in _TOKEN_IDS:
         value = getattr(config, name)
         if value is not None and value >= config.vocab_size:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
+import sys
 from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, shown
 
 __all__ = [
     "HARMLESS_KEYS",
@@ -92,7 +92,7 @@ _INFERENCE_NAMES = frozenset(
 
 def fail(key: str, value: object, allowed: str) -> ConfigError:
     """Return the error for one field: which key, which value, what is allowed."""
-    return ConfigError(f"`{key}` in config.json is {value!r}: {allowed}.")
+    return ConfigError(f"`{key}` in config.json is {shown(value)}: {allowed}.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _convert(key: str, kind: str, value: object) -> object:
     if kind == "int" and number and isinstance(value, int):
         return value
     if kind == "float" and isinstance(value, int | float) and number:
-        if math.isfinite(value):
+        if abs(value) <= sys.float_info.max:
             return float(value)
         raise fail(key, value, "must be a finite number")
     if kind == "str" and isinstance(value, str):

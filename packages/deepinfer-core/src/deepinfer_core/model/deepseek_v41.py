@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1: the whole forward pass over a flattened batch (`model-v41.md` 3).
+"""DeepSeek-V4.1: the whole forward pass over a flattened batch.
 
 The batch holds the rows of ragged sequences.
 

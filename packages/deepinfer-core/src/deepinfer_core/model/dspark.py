@@ -4,7 +4,6 @@ Parallel stages, then a short serial head.
 
 The stages' rings are filled from features of committed positions alone (`feed`); drafting leaves
 nothing behind.
-Source: `model-v41.md` 11, `dspark.md` 1.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Drafter:
         """
         config, size = self.config, self.config.dspark_block_size
         count = len(positions)
-        rows = self._rows(positions, slots, last_token_ids.device)
+        rows = self._rows(backend, positions, slots)
         tokens = torch.full(
             (count, size), config.dspark_noise_token_id, device=last_token_ids.device
         )
@@ -110,16 +109,11 @@ class Drafter:
         )
 
     def _rows(
-        self, positions: Sequence[int], slots: Sequence[int], device: torch.device
+        self, backend: KernelBackend, positions: Sequence[int], slots: Sequence[int]
     ) -> RowBatch:
-        """Return rows whose windows hold what precedes the block and the whole block.
-
-        There is no causal order inside the block.
-        """
+        """Return rows whose windows hold what precedes the block and all of the block."""
         window, size = self.config.sliding_window, self.config.dspark_block_size
-        rows = RowBatch.build(
-            [size] * len(positions), positions, slots, window=window, device=device
-        )
+        rows = RowBatch.build(backend, [size] * len(positions), positions, slots, window=window)
         first = rows.first_position[rows.sequence]
         return replace(
             rows,

@@ -1,4 +1,4 @@
-"""Engram's constants and its layer (`model-v41.md` 9).
+"""Engram's constants and its layer.
 
 The constants are token folding, hash multipliers and bucket sizes.
 """

@@ -35,7 +35,7 @@ def resolve_model(
         state = "is a file" if folder.is_file() else "does not exist"
         raise CheckpointError(
             f"`{model}` {state}. A model is a folder with config.json, tokenizer.json and "
-            f"*.safetensors, or a hub id such as `deepseek-ai/DeepSeek-V4.1-Flash`."
+            f"*.safetensors, or a hub id such as `deepseek-ai/DeepSeek-V4.1-Flash-1017`."
         )
     wanted = ["config.json"] if config_only else ["*.json", "*.safetensors"]
     return _fetch(str(model), revision, wanted)

@@ -1,6 +1,6 @@
-"""One layer: hyper-connections around attention and experts (`model-v41.md` 3, 7).
+"""One layer: hyper-connections around attention and experts.
 
-Their coefficients are lagged.
+Those that collapse the streams are lagged: a connection uses what the one before it computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary frequencies (`model-v41.md` 4).
+"""Rotary frequencies.
 
 Plain for window-only layers, YaRN for layers that read compressed KV.
 """

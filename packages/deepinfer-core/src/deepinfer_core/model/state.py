@@ -160,11 +160,10 @@ class ModelState:
             list(block_ids), dtype=torch.int32, device=table.device
         )
 
-    def set_history(self, slot: int, start: int, folded: Sequence[int]) -> None:
-        """Write the folded ids just before position `start`, oldest first."""
-        depth = self.history.shape[1]
-        for offset, value in enumerate(reversed(folded), start=1):
-            self.history[slot, (start - offset) % depth] = value
+    def set_history(self, slot: int, start: int, folded: Tensor) -> None:
+        """Write the folded ids [n] just before position `start`, oldest first."""
+        positions = torch.arange(start - len(folded), start, device=self.history.device)
+        self.history[slot, positions % self.history.shape[1]] = folded
 
     def scrub(self, blocks: Mapping[str, Sequence[int]], slots: Sequence[int]) -> None:
         """Zero the content of blocks and slots."""

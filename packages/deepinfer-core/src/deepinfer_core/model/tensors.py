@@ -83,7 +83,7 @@ class TensorSpec:
 def tensor_specs(config: ModelConfig) -> dict[str, TensorSpec]:
     """Return every tensor of a checkpoint with this configuration, by name.
 
-    Source: model-v41, section 15.
+    Source: the released DeepSeek-V4.1 format.
     """
     return {spec.name: spec for spec in _all_specs(config)}
 

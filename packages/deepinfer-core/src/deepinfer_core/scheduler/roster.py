@@ -111,6 +111,7 @@ class Roster:
         reason: FinishReason,
         error: str | None = None,
         *,
+        code: str | None = None,
         bad: bool = False,
     ) -> SequenceUpdate:
         """End a live request at once, in any state, and return its terminal update.
@@ -119,6 +120,7 @@ class Roster:
             sequence: who.
             reason: why it ended.
             error: a sentence for the user.
+            code: what it was; see `SequenceUpdate`.
             bad: its cache content is not finite or not its own.
         """
         if sequence.state is State.WAITING:
@@ -138,6 +140,7 @@ class Roster:
             sequence.uid,
             finish_reason=reason,
             error=error,
+            error_code=code,
             num_preemptions=sequence.num_preemptions,
         )
 

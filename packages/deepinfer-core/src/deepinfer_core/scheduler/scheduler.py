@@ -7,7 +7,7 @@ An engine's loop, with some steps unsettled at any time or, in the serial loop, 
     updates = scheduler.settle(plan, ticket.result())      # oldest first
     updates += scheduler.pop_updates()          # requests that ended outside a step
     if scrub := scheduler.scrub():              # after a request whose values were not finite
-        worker.scrub(scrub)
+        worker.scrub(scrub.blocks, scrub.slots)
         scheduler.scrubbed(scrub)
 """
 
@@ -185,13 +185,14 @@ class Scheduler:
 
         For a worker that raised; what the step wrote is unknown, so its blocks are quarantined.
         """
-        updates = []
+        roster, updates = self._roster, []
         for sequence, _ in self._close(plan):
             if sequence.state in LIVE:
-                updates.append(self._roster.end(sequence, FinishReason.ERROR, error, bad=True))
+                reason, code = FinishReason.ERROR, "device_fault"
+                updates.append(roster.end(sequence, reason, error, code=code, bad=True))
             else:
-                self._roster.releases.taint(sequence.owner)
-            self._roster.retire(sequence)
+                roster.releases.taint(sequence.owner)
+            roster.retire(sequence)
         self._roster.last_settled = plan.output.step_seq
         self._roster.drain()
         return (*updates, *self.pop_updates())

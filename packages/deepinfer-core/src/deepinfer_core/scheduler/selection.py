@@ -12,7 +12,7 @@ from deepinfer_core.types import FinishReason, Phase, SequenceUpdate
 __all__ = ["Selection"]
 
 EXHAUSTED = (
-    "The cache is full (cache_exhausted): the request has {length} tokens and needs another block, "
+    "The cache is full: the request has {length} tokens and needs another block, "
     "but it already holds all it can get of the {total} blocks of {size} tokens. Give the engine "
     "more cache or ask for fewer tokens."
 )
@@ -191,4 +191,5 @@ class Selection:
         error = EXHAUSTED.format(
             length=len(sequence.tokens), total=roster.pools.num_blocks, size=self._limits.block_size
         )
-        self.ended.append(roster.end(sequence, FinishReason.ERROR, error))
+        ended = roster.end(sequence, FinishReason.ERROR, error, code="cache_exhausted")
+        self.ended.append(ended)

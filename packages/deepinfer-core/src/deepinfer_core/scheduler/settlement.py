@@ -18,12 +18,14 @@ __all__ = ["apply_row"]
 
 _FAULTS = {
     RowStatus.NON_FINITE: (
+        "non_finite",
         "The model's values for this request are not finite (step {step}). Other requests are not "
-        "affected. Send it again; if that fails too, the weights are damaged."
+        "affected. Send it again; if that fails too, the weights are damaged.",
     ),
     RowStatus.BAD_SOURCE: (
+        "bad_source",
         "The engine lost track of this request's tokens (step {step}, row {row}). This is a fault "
-        "of the engine; other requests are not affected. Send it again."
+        "of the engine; other requests are not affected. Send it again.",
     ),
 }
 
@@ -45,8 +47,9 @@ def apply_row(
         # Steps are settled in order, so L is now exactly where the device must have started.
         status = RowStatus.BAD_SOURCE
     if status is not RowStatus.OK:
-        error = _FAULTS[status].format(step=result.step_seq, row=row)
-        return roster.end(sequence, FinishReason.ERROR, error, bad=True)
+        code, sentence = _FAULTS[status]
+        error = sentence.format(step=result.step_seq, row=row)
+        return roster.end(sequence, FinishReason.ERROR, error, code=code, bad=True)
 
     token_ids = result.token_ids[row]
     expected = range(1, 2 + meta.num_drafts) if meta.samples else range(1)

@@ -79,6 +79,7 @@ class ModelRun:
         ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         image = kwargs.pop("is_image", None)
         rows = RowBatch.build(
+            self.backend,
             [len(ids)],
             [start],
             [slot],
@@ -86,7 +87,6 @@ class ModelRun:
             window_floor=[window_floor],
             write_floor=[write_floor],
             is_image=image,
-            device=self.device,
         )
         tail = None
         if tail_start is not None:

@@ -1,4 +1,4 @@
-"""Window rings and sparse attention with a sink: `model-v41.md` 4."""
+"""Window rings and sparse attention with a sink."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed KV: pooling of token pairs and writes into blocks: `model-v41.md` 5."""
+"""Compressed KV: pooling of token pairs and writes into blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engram: rows of hashed n-grams, table reads, gated addition: `model-v41.md` 9."""
+"""Engram: rows of hashed n-grams, table reads, gated addition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number formats of weights, caches and activations: pack, unpack, round (`model-v41.md` 10).
+"""Number formats of weights, caches and activations: pack, unpack, round.
 
     fp8   E4M3 payload, one power-of-two scale (UE8M0 byte) for 32 channels
     fp4   E2M1 payload, two codes a byte, low nibble = even channel;

@@ -1,4 +1,4 @@
-"""Index scores, top-k entries and candidate blocks: `model-v41.md` 6."""
+"""Index scores, top-k entries and candidate blocks."""
 
 from __future__ import annotations
 

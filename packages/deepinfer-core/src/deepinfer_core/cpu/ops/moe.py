@@ -1,4 +1,4 @@
-"""Router, routed experts and the shared expert: `model-v41.md` 7."""
+"""Router, routed experts and the shared expert."""
 
 from __future__ import annotations
 

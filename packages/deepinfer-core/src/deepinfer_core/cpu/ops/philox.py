@@ -1,4 +1,4 @@
-"""Noise that repeats: Philox4x32-10 words and the Gumbel noise made of them (`scheduler.md` 11).
+"""Noise that repeats: Philox4x32-10 words and the Gumbel noise made of them.
 
 Every word is a function of (seed, position, stream, cycle, token id) alone. Nothing about the step,
 the row or the batch enters, and noise belongs to a token id, never to its place in a sorted list.

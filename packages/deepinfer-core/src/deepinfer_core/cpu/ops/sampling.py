@@ -1,4 +1,4 @@
-"""Choosing tokens: filters, noise by token id, argmax; and log-probabilities (`scheduler.md` 11).
+"""Choosing tokens: filters, noise by token id, argmax; and log-probabilities.
 
 Rows are independent: a row has the same bits alone and in any batch. So every sum along the
 vocabulary is a running sum, which is made in order; a plain sum over a single long row may be split
@@ -17,7 +17,7 @@ from deepinfer_core.cpu.ops.philox import gumbel_noise
 from deepinfer_core.errors import KernelInputError
 from deepinfer_core.interfaces import SampleInputs
 
-__all__ = ["Sampled", "logprobs", "sample"]
+__all__ = ["Sampled", "logprobs", "probabilities", "sample"]
 
 _NO_LOGIT = float("-inf")
 _NEUTRAL_PENALTIES = (1.0, 0.0, 0.0)
@@ -54,19 +54,49 @@ def sample(logits: Tensor, inputs: SampleInputs) -> Sampled:
         KernelInputError: a shape, dtype or device is not as `SampleInputs` says.
     """
     _check_inputs(logits, inputs)
-    values = logits.detach()
+    values, token_ids, peak, broken = _usable(logits.detach(), inputs)
+    rows = _rows((inputs.temperature > 0) & ~broken)
+    if len(rows):
+        kept = _truncate(values[rows], peak[rows], inputs, rows)
+        cycle = 0 if inputs.cycle is None else inputs.cycle[rows]
+        noise = gumbel_noise(
+            inputs.seeds[rows], inputs.positions[rows], kept.shape[1], inputs.stream, cycle
+        )
+        token_ids[rows] = noise.add_(kept).argmax(dim=-1)
+    return Sampled(token_ids.masked_fill(broken, 0), broken.to(torch.int32))
+
+
+def probabilities(logits: Tensor, inputs: SampleInputs) -> Tensor:
+    """Return the distribution that `sample` draws from.
+
+    Args:
+        logits: [N, V] float32, not modified.
+        inputs: settings of each row.
+    Returns:
+        [N, V] float32; one token has it all where the temperature is 0, none has any where `sample`
+        gives status 1.
+    Raises:
+        KernelInputError: as `sample`.
+    """
+    _check_inputs(logits, inputs)
+    values, token_ids, peak, broken = _usable(logits.detach(), inputs)
+    result = torch.zeros_like(values).scatter_(1, token_ids[:, None], 1.0)
+    rows = _rows((inputs.temperature > 0) & ~broken)
+    if len(rows):
+        weight = _truncate(values[rows], peak[rows], inputs, rows).exp()
+        result[rows] = (weight / _running_sum(weight)[:, -1:]).float()
+    return result.masked_fill(broken[:, None], 0.0)
+
+
+def _usable(values: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return adjusted logits, id and value of each row's maximum, and which rows have none."""
     token_ids, peak = _best(values)
     broken = ~peak.isfinite()
     if not (inputs.mask is None and inputs.bias is None and inputs.penalties is None):
         values = _adjust(values, inputs)
         token_ids, peak = _best(values)
         broken = broken | ~peak.isfinite()
-    rows = _rows((inputs.temperature > 0) & ~broken)
-    if len(rows):
-        kept = _truncate(values[rows], peak[rows], inputs, rows)
-        noise = gumbel_noise(inputs.seeds[rows], inputs.positions[rows], kept.shape[1])
-        token_ids[rows] = noise.add_(kept).argmax(dim=-1)
-    return Sampled(token_ids.masked_fill(broken, 0), broken.to(torch.int32))
+    return values, token_ids, peak, broken
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Step plumbing: rows of ragged sequences, corrections from the carry (`scheduler.md` 6)."""
+"""Step plumbing: rows of ragged sequences, corrections from the carry of the step before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and hyper-connections (residual streams): `model-v41.md` 3 and 4."""
+"""Norms, rotary embedding and hyper-connections (residual streams)."""
 
 from __future__ import annotations
 
