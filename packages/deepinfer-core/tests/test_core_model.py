@@ -15,10 +15,12 @@ from deepinfer_core.bench.make_checkpoint import (
 )
 from deepinfer_core.cpu.backend import CpuBackend
 from deepinfer_core.model.batch import RowBatch
+from deepinfer_core.model.checkpoint import Checkpoint
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import Tail
 from deepinfer_core.model.state import ModelState
-from deepinfer_core.testing.runs import ModelRun, load_run
+from deepinfer_core.model.weights import load_weights
+from deepinfer_core.testing.runs import ModelRun, Recorder, load_run
 
 NUMERICS = ("ideal", "cache", "release")
 GEOMETRIES = {"demo": demo_config, "second": second_geometry_config}
@@ -274,3 +276,83 @@ def test_backend_names_the_modes_it_has():
 
     with pytest.raises(Unsupported, match=r"'int8'.*ideal, cache, release"):
         CpuBackend("int8")
+
+
+def block_kv(run: ModelRun) -> list[torch.Tensor]:
+    return [s.data.clone() for sources in run.state.blocks.values() for s in sources.values()]
+
+
+@pytest.mark.parametrize("numerics", ["ideal", "release"])
+def test_decoder_replay_changes_late_windows_and_nothing_else(folder, numerics):
+    """Up to the last KV source all is exact; above it only windows that the tail cuts differ."""
+    exact, run = load_run(folder, numerics), load_run(folder, numerics)
+    config, ids = run.config, prompt(run, 120)
+    tail = 120 - config.sliding_window
+    exact.forward(ids)
+    run.forward(ids, tail_start=tail)
+    for found, wanted in zip(block_kv(run), block_kv(exact), strict=True):
+        assert torch.equal(found, wanted)
+    for role in config.layers:
+        layer = role.layer_id
+        found, wanted = run.tap["hidden", layer], exact.tap["hidden", layer]
+        if layer < config.last_kv_source:
+            assert torch.equal(found, wanted), layer
+        elif layer == config.last_kv_source:
+            assert torch.equal(found, wanted[tail:]), layer
+            assert torch.equal(run.tap["picks", layer], exact.tap["picks", layer][tail:])
+        elif layer == config.last_kv_source + 1:
+            assert torch.equal(found[-1], wanted[-1]), "the last row sees its whole window"
+            assert not torch.equal(found[0], wanted[tail]), "the first one sees itself alone"
+    if config.candidate_source_layer_id is not None:
+        source = config.candidate_source_layer_id
+        kept = slice(tail if source == config.last_kv_source else 0, None)
+        assert torch.equal(run.tap["candidates", source], exact.tap["candidates", source][kept])
+
+
+@pytest.mark.parametrize("numerics", ["ideal", "release"])
+def test_encoder_replay_is_exact_where_windows_reach_no_further_back(folder, numerics):
+    """After a hit, layer 0 of what follows is exact; deeper layers inherit shortened windows."""
+    exact, run = load_run(folder, numerics), load_run(folder, numerics, num_slots=2)
+    ids, hit = prompt(run, 120), 80
+    replayed = hit - run.config.sliding_window
+    exact.forward(ids)
+    run.forward(ids[:hit])
+    for table in run.state.tables.values():
+        table[1] = table[0]
+    if run.model.engram is not None:
+        before = ids[max(0, replayed - run.config.engram_max_ngram_size + 1) : replayed]
+        run.state.set_history(1, replayed, run.model.engram.folded(before, None))
+    run.tap = Recorder()
+    kept = block_kv(run)
+    floors = {"slot": 1, "window_floor": replayed, "write_floor": hit}
+    run.forward(ids[replayed:hit], start=replayed, **floors)
+    assert all(torch.equal(a, b) for a, b in zip(block_kv(run), kept, strict=True))
+    run.forward(ids[hit:], start=hit, **floors)
+    size = run.config.sliding_window
+    assert torch.equal(run.tap["hidden", 0][size:], exact.tap["hidden", 0][hit:])
+    last = run.config.num_hidden_layers - 1
+    assert not torch.equal(run.tap["hidden", last][size:], exact.tap["hidden", last][hit:])
+
+
+def test_experts_of_several_ranks_add_up(second):
+    """Each rank reads its own experts; logical ids find them in the rank's slots."""
+    config = ModelConfig.from_folder(second)
+    backend = CpuBackend("ideal")
+    x = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, config.n_routed_experts, (9, 2), generator=torch.Generator().manual_seed(1)
+    )
+    weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(2))
+    layer = config.num_hidden_layers - 1
+
+    def partial(expert_ids):
+        with Checkpoint.open(second, config) as checkpoint:
+            moe = load_weights(checkpoint, config, backend, expert_ids=expert_ids).layers[layer].moe
+        slots = ids.int() if moe.slots is None else moe.slots[ids]
+        count = config.n_routed_experts if expert_ids is None else len(expert_ids(layer))
+        assert moe.experts.w1.payload.shape[0] == count
+        return backend.experts(x, slots, weights, moe.experts, limit=config.swiglu_limit)
+
+    every = range(config.n_routed_experts)
+    parts = partial(lambda _: list(every)[::-2]) + partial(lambda _: list(every)[-2::-2])
+    assert torch.allclose(parts, partial(None), atol=1e-6)
