@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.bench.make_checkpoint import second_geometry_config, write_checkpoint
+from deepinfer_core.engine import step_ring
 from deepinfer_core.errors import (
     CheckpointError,
     ConfigError,
@@ -17,6 +18,7 @@ from deepinfer_core.errors import (
     KernelInputError,
     RequestError,
 )
+from deepinfer_core.scheduler import scheduler
 from deepinfer_core.types import FinishReason
 
 FOLDER = Path(__file__).parents[3] / "tests" / "conformance" / "model" / "tiny_a_fp"
@@ -87,14 +89,66 @@ def test_a_device_fault_ends_the_requests_of_its_step_and_not_the_engine(kind):
         assert llm.generate([5, 6, 7], GREEDY)[0].finish_reason is FinishReason.LENGTH
 
 
+def once(error: BaseException, inner):
+    """Return `inner`, raising at its second call."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+        return inner(*args, **kwargs)
+
+    return call
+
+
 @pytest.mark.parametrize("error", [AssertionError("a fault of ours"), KeyboardInterrupt()])
-def test_what_is_raised_leaves_the_books_in_order(error):
-    with LLM(FOLDER, **SMALL) as llm:
-        failing_at(llm, 2, error)
+@pytest.mark.parametrize("place", ["plan", "launch", "forward", "result", "settle", "row"])
+def test_an_exception_anywhere_in_a_step_leaves_the_engine_usable(monkeypatch, place, error):
+    """Every open request ends once, slots and blocks come back, and the next request runs."""
+    with LLM(FOLDER, **SMALL, max_sequences=2) as llm:
+        engine = llm.engine
+        target, name = {
+            "plan": (engine._scheduler, "plan"),
+            "launch": (engine._worker, "launch"),
+            "forward": (engine._worker.model, "forward"),
+            "result": (step_ring.WorkerStepState, "result"),
+            "settle": (engine._scheduler, "settle"),
+            "row": (scheduler, "apply_row"),
+        }[place]
+        monkeypatch.setattr(target, name, once(error, getattr(target, name)))
         with pytest.raises(type(error)):
-            llm.generate([[5, 6, 7], [8, 9]], GREEDY)
+            llm.generate([[5, 6, 7], [8, 9], [10, 11]], GREEDY)
+        engine.audit()
+        assert not engine._scheduler._steps and not len(engine._ring)
+        outputs = llm.generate([[5, 6, 7], [8, 9], [10, 11]], GREEDY)
+        assert [o.finish_reason for o in outputs] == [FinishReason.LENGTH] * 3
+        engine.audit()
+
+
+def test_a_stream_beside_one_that_failed_ends_with_an_error(monkeypatch):
+    with LLM(FOLDER, **SMALL, max_sequences=2) as llm:
+        first, second = llm.stream([5, 6, 7], GREEDY), llm.stream([8, 9], GREEDY)
+        next(first), next(second)
+        worker = llm.engine._worker
+        monkeypatch.setattr(worker, "_run", failing(AssertionError("a fault of ours")))
+        with pytest.raises(AssertionError, match="a fault of ours"):
+            list(first)
+        monkeypatch.undo()
+        assert [output.finish_reason for output in second][-1] is FinishReason.ERROR
         llm.engine.audit()
-        assert llm.generate([5, 6, 7], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def failing(error: BaseException):
+    def call(*args, **kwargs):
+        raise error
+
+    return call
+
+
+def test_another_on_error_is_refused():
+    with LLM(FOLDER, **SMALL) as llm, pytest.raises(RequestError, match="`on_error` is 'outputs'"):
+        llm.generate([5], GREEDY, on_error="outputs")
 
 
 def test_a_request_that_outgrows_the_cache_ends_and_others_go_on():

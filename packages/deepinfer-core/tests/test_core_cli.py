@@ -648,3 +648,11 @@ def test_doctor_warns_of_versions_that_are_too_old(
 )
 def test_versions_are_compared_by_number(found: str, floor: tuple[int, ...], old: bool) -> None:
     assert below(found, floor) is old
+
+
+def test_half_a_surrogate_in_a_field_name_fails_its_line_alone(run) -> None:
+    stdin = jsonl({"prompt": "boat"}) + b'{"prompt": "a", "\\ud800": 1}\n'
+    status, lines, _ = run("-", "--max-tokens", "2", stdin=stdin)
+    assert status == 1
+    assert len(lines[0]["token_ids"]) == 2
+    assert lines[1]["error"]["code"] == "unknown_field"

@@ -191,7 +191,7 @@ def loss_of(run: ModelRun, ids: torch.Tensor) -> torch.Tensor:
     """Next-token loss of one prompt and cross-entropy of the drafts after it, on fresh state."""
     state = ModelState.allocate(run.config, run.backend, run.state.sizes, drafter=True)
     for pool, table in run.state.tables.items():
-        state.set_blocks(0, pool, 0, table[0].tolist())
+        state.tables[pool].copy_(table)
     rows = RowBatch.build(run.backend, [len(ids)], [0], [0], window=run.config.sliding_window)
     done = run.model.forward(run.backend, ids, rows, state)
     logits = run.model.logits(run.backend, done.hidden)

@@ -18,7 +18,7 @@ from deepinfer_core.engine.loop import Engine, build_engine
 from deepinfer_core.engine.outputs import OutputBuilder, refused
 from deepinfer_core.engine.requests import Prompts, RequestReader, as_list, params_of_each
 from deepinfer_core.engine.tokenizer import TextCodec
-from deepinfer_core.errors import ConfigError, RequestError
+from deepinfer_core.errors import ConfigError, RequestError, shown
 from deepinfer_core.loader import find_backend
 from deepinfer_core.model.checkpoint import resolve_model
 from deepinfer_core.types import FinishReason, Request, RequestOutput, SamplingParams
@@ -196,6 +196,10 @@ class LLM:
         on_error: OnError,
     ) -> list[Request | RequestOutput]:
         """Check and number all prompts."""
+        if on_error not in ("raise", "output"):
+            raise RequestError(
+                f"`on_error` is {shown(on_error)}; allowed: 'raise' or 'output'.", param="on_error"
+            )
         items = as_list(prompts)
         each = params_of_each(params, len(items))
         first_uid = self._num_requests
@@ -249,6 +253,7 @@ class LLM:
                 self._abort(uids)
 
     def _step(self) -> None:
+        assert self.engine.has_work, "requests are open, but the engine has nothing to do"
         with undivided():
             for update in self.engine.step():
                 live = self._live.get(update.uid)

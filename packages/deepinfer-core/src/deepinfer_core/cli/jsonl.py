@@ -187,7 +187,9 @@ class LineWriter:
             OutputError: the disk is full or the reader is gone. The file then ends with the last
                 whole line.
         """
-        data = json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        # half a surrogate pair is no character: the backslash form is what JSON writes for it
+        data = text.encode(errors="backslashreplace") + b"\n"
         rest = memoryview(data)
         while rest:
             try:

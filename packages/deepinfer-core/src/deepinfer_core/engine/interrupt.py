@@ -40,9 +40,12 @@ def undivided() -> Iterator[None]:
         return
     hold = _Hold(previous)
     signal.signal(signal.SIGINT, hold)
+    completed = False
     try:
         yield
+        completed = True
     finally:
         signal.signal(signal.SIGINT, previous)
-        if len(hold.pressed) == 1:
+        # of two presses the second was passed on at once; if it raised, the first has no more to do
+        if hold.pressed and (completed or len(hold.pressed) == 1):
             previous(*hold.pressed[0])

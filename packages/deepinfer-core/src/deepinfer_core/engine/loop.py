@@ -17,7 +17,7 @@ import torch
 
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.memory import MemoryPlan, plan_memory
-from deepinfer_core.engine.step_ring import StepRing, WorkerStepState
+from deepinfer_core.engine.step_ring import StepRing
 from deepinfer_core.engine.worker import Worker
 from deepinfer_core.errors import ConfigError
 from deepinfer_core.interfaces import KernelBackend
@@ -101,14 +101,19 @@ class Engine:
         A device error ends the requests of its step, each with an error; the others go on.
         """
         began = time.perf_counter()
-        plan = self._scheduler.plan()
-        if plan is None:
-            return self._scheduler.pop_updates()
-        self._ring.push(self._launch(plan))
+        self._scrub()
         updates: tuple[SequenceUpdate, ...] = ()
-        while len(self._ring) > DEPTH:
-            updates += self._settle()
-            self._scrub()
+        try:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return self._scheduler.pop_updates()
+            self._ring.push(self._worker.launch(plan))
+            while len(self._ring) > DEPTH:
+                updates += self._settle()
+        except BaseException as error:  # a fault of ours, or Ctrl-C: the books stay in order
+            self._ring.clear()
+            self._scheduler.abandon(f"The step was cut off ({type(error).__name__}).", updates)
+            raise
         self._count(plan, time.perf_counter() - began)
         return updates
 
@@ -124,24 +129,16 @@ class Engine:
         """Wait for the device; the engine is not used afterwards."""
         self._worker.backend.runtime.synchronize()
 
-    def _launch(self, plan: StepPlan) -> WorkerStepState:
-        try:
-            return self._worker.launch(plan)
-        except BaseException:  # Ctrl-C: the plan is booked, so its requests must end
-            self._scheduler.fail(plan, f"step {plan.output.step_seq} was interrupted")
-            raise
-
     def _settle(self) -> tuple[SequenceUpdate, ...]:
         ticket = self._ring.pop()
         try:
             result = ticket.result()
+        except AssertionError:
+            raise  # a fault of ours; nobody should go on as if nothing had happened
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             sentence = f"Step {ticket.plan.output.step_seq} failed on the device ({what})."
-            updates = self._scheduler.fail(ticket.plan, sentence)
-            if isinstance(error, AssertionError):
-                raise  # a fault of ours: the books are in order, but nobody should trust the rest
-            return updates
+            return self._scheduler.fail(ticket.plan, sentence)
         return self._scheduler.settle(ticket.plan, result)
 
     def _scrub(self) -> None:

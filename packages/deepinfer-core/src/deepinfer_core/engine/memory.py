@@ -238,7 +238,7 @@ def _num_blocks(
     advice = "Use a device with more memory, or lower `max_sequences`."
     if config.num_blocks is not None:
         count = config.num_blocks
-        source, advice = f"`num_blocks` is {count}", "Lower it."
+        source, advice = f"`num_blocks` is {count}", f"{'Raise' if count < 2 else 'Lower'} it."
     elif config.cache_memory_gib is not None:
         count = int(min(wanted, config.cache_memory_gib * GIB // block))
         source, advice = f"`cache_memory_gib` is {config.cache_memory_gib:g}", "Change it."

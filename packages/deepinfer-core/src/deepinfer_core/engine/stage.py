@@ -1,6 +1,6 @@
 """A plan's numbers as device tensors: what the host sends before a step runs.
 
-Everything here follows from the plan alone, so it is made while the step before still runs; the
+Everything here follows from the plan alone, so it can be made while the step before still runs; the
 forward queue then works on tensors and waits for nothing.
 """
 

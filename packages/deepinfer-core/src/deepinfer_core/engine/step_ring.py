@@ -66,3 +66,7 @@ class StepRing:
         ticket = self._steps.popleft()
         ticket.phase = StepPhase.SETTLED
         return ticket
+
+    def clear(self) -> None:
+        """Forget all steps; nobody waits for their results any more."""
+        self._steps.clear()

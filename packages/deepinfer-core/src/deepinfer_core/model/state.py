@@ -153,13 +153,6 @@ class ModelState:
             draft_windows=rings(config.num_nextn_predict_layers if drafter else 0),
         )
 
-    def set_blocks(self, slot: int, pool: str, first: int, block_ids: Sequence[int]) -> None:
-        """Write new entries of one sequence's block table."""
-        table = self.tables[pool]
-        table[slot, first : first + len(block_ids)] = torch.tensor(
-            list(block_ids), dtype=torch.int32, device=table.device
-        )
-
     def set_history(self, slot: int, start: int, folded: Tensor) -> None:
         """Write the folded ids [n] just before position `start`, oldest first."""
         positions = torch.arange(start - len(folded), start, device=self.history.device)

@@ -14,6 +14,7 @@ An engine's loop, with some steps unsettled at any time or, in the serial loop, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deepinfer_core.cache.block_pool import BlockState
@@ -170,14 +171,22 @@ class Scheduler:
             of requests that ended outside a step.
         """
         assert plan.output.step_seq == result.step_seq, "the result belongs to another step"
-        updates = []
-        for row, (sequence, meta) in enumerate(self._close(plan)):
-            update = apply_row(self._roster, sequence, meta, result, row)
-            self._roster.retire(sequence)
-            if update is not None:
-                updates.append(update)
-        self._roster.last_settled = plan.output.step_seq
-        self._roster.drain()
+        rows = self._close(plan)
+        updates: list[SequenceUpdate] = []
+        row = 0
+        try:
+            for row, (sequence, meta) in enumerate(rows):
+                update = apply_row(self._roster, sequence, meta, result, row)
+                self._roster.retire(sequence)
+                if update is not None:
+                    updates.append(update)
+        except BaseException:  # a fault of ours, or Ctrl-C: what is known is not lost
+            failed = f"Step {result.step_seq} was cut off while its results were applied."
+            self._outbox += [*updates, *self._fail_rows(rows[row:], failed)]
+            raise
+        finally:
+            self._roster.last_settled = plan.output.step_seq
+            self._roster.drain()
         return (*updates, *self.pop_updates())
 
     def fail(self, plan: StepPlan, error: str) -> tuple[SequenceUpdate, ...]:
@@ -185,17 +194,21 @@ class Scheduler:
 
         For a worker that raised; what the step wrote is unknown, so its blocks are quarantined.
         """
-        roster, updates = self._roster, []
-        for sequence, _ in self._close(plan):
-            if sequence.state in LIVE:
-                reason, code = FinishReason.ERROR, "device_fault"
-                updates.append(roster.end(sequence, reason, error, code=code, bad=True))
-            else:
-                roster.releases.taint(sequence.owner)
-            roster.retire(sequence)
+        updates = self._fail_rows(self._close(plan), error)
         self._roster.last_settled = plan.output.step_seq
         self._roster.drain()
         return (*updates, *self.pop_updates())
+
+    def abandon(self, error: str, known: Iterable[SequenceUpdate] = ()) -> None:
+        """Settle all unsettled steps as failed, after the loop was left by an exception.
+
+        Args:
+            error: what their live requests end with.
+            known: updates that could not be handed on; with the others they are fetched later.
+        """
+        self._outbox += known
+        while self._steps:
+            self._outbox += self.fail(self._steps[0].plan, error)
 
     def scrub(self) -> Scrub:
         """Return blocks and slots with non-finite content; false when there are none."""
@@ -289,6 +302,20 @@ class Scheduler:
         self._prefill_run = self._prefill_run + 1 if prefill else 0
 
     # How a result is applied
+
+    def _fail_rows(
+        self, rows: Iterable[tuple[Sequence, SequenceMetadata]], error: str
+    ) -> list[SequenceUpdate]:
+        """End the live sequences of a step whose content is unknown."""
+        roster, updates = self._roster, []
+        for sequence, _ in rows:
+            if sequence.state in LIVE:
+                reason, code = FinishReason.ERROR, "device_fault"
+                updates.append(roster.end(sequence, reason, error, code=code, bad=True))
+            else:
+                roster.releases.taint(sequence.owner)
+            roster.retire(sequence)
+        return updates
 
     def _close(self, plan: StepPlan) -> list[tuple[Sequence, SequenceMetadata]]:
         """Remove the oldest unsettled step from all books; return its rows."""

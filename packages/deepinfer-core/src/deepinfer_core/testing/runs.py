@@ -166,10 +166,7 @@ def load_run(
         num_slots, dict.fromkeys(POOLS, num_slots * per_slot), block_size, max_len, max_drafts
     )
     state = ModelState.allocate(config, backend, sizes, drafter=True)
-    for pool in POOLS:
-        order = torch.randperm(
-            num_slots * per_slot, generator=torch.Generator().manual_seed(7)
-        ).tolist()
-        for slot in range(num_slots):
-            state.set_blocks(slot, pool, 0, order[slot * per_slot : (slot + 1) * per_slot])
+    for table in state.tables.values():
+        order = torch.randperm(num_slots * per_slot, generator=torch.Generator().manual_seed(7))
+        table[:num_slots] = order.view(num_slots, per_slot).to(table)
     return ModelRun(config, backend, model, state)
