@@ -421,7 +421,7 @@ def press():
 
 engine = ScriptedEngine()
 engine.before_step = press
-module.build_engine = lambda config, backend, folder: engine
+module.build_engine = lambda config, backend, folder, tokenizer: engine
 module.resolve_model = Path
 main()
 """

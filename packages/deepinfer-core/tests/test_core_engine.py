@@ -7,6 +7,7 @@ import pytest
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.cpu.backend import CpuBackend
 from deepinfer_core.engine.loop import Engine, build_engine
+from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.types import FinishReason, Request, SamplingParams, SequenceUpdate
 
 GOLDEN = Path(__file__).parents[3] / "tests" / "conformance" / "model" / "tiny_a_fp"
@@ -16,7 +17,7 @@ EOS = 1
 def engine(numerics: str = "release", **options) -> Engine:
     settings = {"block_size": 4, "max_model_len": 200, **options}
     config = EngineConfig(model=str(GOLDEN), numerics=numerics, **settings)
-    return build_engine(config, CpuBackend(numerics), GOLDEN)
+    return build_engine(config, CpuBackend(numerics), GOLDEN, TextCodec(GOLDEN).tokenizer)
 
 
 def request(

@@ -12,6 +12,7 @@ from deepinfer_core.cpu.backend import CpuBackend
 from deepinfer_core.cpu.runtime import CpuMemory
 from deepinfer_core.engine.loop import Engine, build_engine
 from deepinfer_core.engine.memory import plan_memory
+from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.errors import ConfigError
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.state import POOLS
@@ -24,7 +25,7 @@ SMALL = {"block_size": 4, "max_model_len": 100}
 
 def engine(**options) -> Engine:
     config = EngineConfig(model=str(FOLDER), **{**SMALL, **options})
-    return build_engine(config, CpuBackend(config.numerics), FOLDER)
+    return build_engine(config, CpuBackend(config.numerics), FOLDER, TextCodec(FOLDER).tokenizer)
 
 
 def request(uid: int, length: int = 20, max_tokens: int = 4) -> Request:

@@ -83,7 +83,7 @@ class LLM:
         self._codec = TextCodec(folder)
         backend = find_backend(config.accelerator, config.numerics)
         self.config = config
-        self.engine: Engine = build_engine(config, backend, folder)
+        self.engine: Engine = build_engine(config, backend, folder, self._codec.tokenizer)
         self._reader = RequestReader(
             config,
             self.engine.model_config,

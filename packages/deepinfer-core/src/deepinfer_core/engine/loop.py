@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.memory import MemoryPlan, plan_memory
@@ -159,8 +160,16 @@ class Engine:
             stats.decode_seconds += seconds
 
 
-def build_engine(config: EngineConfig, backend: KernelBackend, folder: Path) -> Engine:
+def build_engine(
+    config: EngineConfig, backend: KernelBackend, folder: Path, tokenizer: Tokenizer | None
+) -> Engine:
     """Load a model folder and make everything a rank needs.
+
+    Args:
+        config: options.
+        backend: ops of the device.
+        folder: the model.
+        tokenizer: that of the folder; Engram's hashes are made of it.
 
     Raises:
         ConfigError: `config.json`, `tokenizer.json` or an option does not fit.
@@ -168,7 +177,7 @@ def build_engine(config: EngineConfig, backend: KernelBackend, folder: Path) -> 
     """
     model_config = ModelConfig.from_folder(folder)
     _set_threads(model_config, config, backend)
-    engram = _engram(model_config, folder, backend)
+    engram = _engram(model_config, folder, backend, tokenizer)
     with Checkpoint.open(folder, model_config) as checkpoint:
         plan_memory(model_config, config, backend).check()  # before reading what will not fit
         weights = load_weights(checkpoint, model_config, backend)
@@ -205,19 +214,14 @@ def _limits(model: ModelConfig, config: EngineConfig, memory: MemoryPlan) -> Sch
     )
 
 
-def _engram(model: ModelConfig, folder: Path, backend: KernelBackend) -> EngramHash | None:
+def _engram(
+    model: ModelConfig, folder: Path, backend: KernelBackend, tokenizer: Tokenizer | None
+) -> EngramHash | None:
     if not model.engram_layer_ids:
         return None
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    if tokenizer is None:
         raise ConfigError(
-            f"`{path}` is absent, but the model's Engram layers hash folded tokens and need it. "
-            "Put the tokenizer.json of these weights there."
+            f"`{folder / 'tokenizer.json'}` is absent, but the model's Engram layers hash folded "
+            "tokens and need it. Put the tokenizer.json of these weights there."
         )
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for any fault of the file
-        raise ConfigError(f"`{path}` cannot be read: {error}. Fetch it again.") from error
     return EngramHash.build(model, fold_vocabulary(tokenizer), backend.runtime.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deepinfer_core.interfaces import KernelBackend, Matrix
@@ -279,8 +280,6 @@ class _Reader:
         )
 
     def _slots(self, experts: Sequence[int], num_experts: int) -> Tensor | None:
-        import torch
-
         if list(experts) == list(range(num_experts)):
             return None
         slots = torch.full((num_experts,), -1, dtype=torch.int32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -40,48 +38,33 @@ def clamped_product(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return gate * sigmoid(gate) * up.clamp(-limit, limit)
 
 
-@dataclass(frozen=True)
-class _Widened:
-    """Some experts of a layer as float32, and which of them are stored in a quantised format."""
-
-    w1: Tensor
-    w3: Tensor
-    w2: Tensor
-    quantised: bool
-
-
-def _widen_chosen(experts: ExpertWeights, chosen: Tensor) -> _Widened:
-    def part(matrix: Matrix) -> Tensor:
-        return widen(Part.of(matrix, lambda stack: stack[chosen]))
-
-    return _Widened(
-        part(experts.w1), part(experts.w3), part(experts.w2), experts.w1.scale is not None
-    )
-
-
 def _expert(
-    x: Tensor,
-    w1: Tensor,
-    w3: Tensor,
-    w2: Tensor,
+    operand: Tensor,
+    w1: Matrix,
+    w3: Matrix,
+    w2: Matrix,
     weight: Tensor | None,
+    dtype: torch.dtype,
+    *,
     limit: float,
     strict: bool,
-    round_input: bool,
+    rounded: bool,
 ) -> Tensor:
-    """Return one expert's output [n, D] in the dtype of x.
+    """Return one expert's output [n, D] in `dtype` for inputs [n, D] of `_operand`.
 
-    `round_input` rounds the inputs of both layers to fp8.
+    `rounded` rounds what goes into the second layer to fp8.
     """
-    operand = round_fp8(x) if round_input else x.float()
-    gate = product(operand, w1, strict).to(x.dtype).float()
-    up = product(operand, w3, strict).to(x.dtype).float()
+    gate = product(operand, widen(w1), strict).to(dtype).float()
+    up = product(operand, widen(w3), strict).to(dtype).float()
     inner = clamped_product(gate, up, limit)
     if weight is not None:
         inner = inner * weight.unsqueeze(-1)
-    inner = inner.to(x.dtype)
-    inner = round_fp8(inner) if round_input else inner.float()
-    return product(inner, w2, strict).to(x.dtype)
+    return product(_operand(inner.to(dtype), rounded), widen(w2), strict).to(dtype)
+
+
+def _operand(x: Tensor, rounded: bool) -> Tensor:
+    """Return the input of a product, float32; rounded to fp8 where the weight is quantised."""
+    return round_fp8(x) if rounded else x.float()
 
 
 def experts(
@@ -94,28 +77,32 @@ def experts(
     strict: bool,
     release: bool,
 ) -> Tensor:
-    """See `KernelBackend.experts`."""
+    """See `KernelBackend.experts`. Widens one expert at a time: a layer of them fits no memory."""
     parts = torch.zeros(x.shape[0], ids.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-    chosen = torch.unique(ids[ids >= 0]).long()
-    if chosen.numel():
-        wide = _widen_chosen(experts, chosen)
-        for place, slot in enumerate(chosen.tolist()):
-            row, k = (ids == slot).nonzero(as_tuple=True)
-            y = _expert(
-                x[row],
-                wide.w1[place],
-                wide.w3[place],
-                wide.w2[place],
-                weights[row, k],
-                limit,
-                strict,
-                release and wide.quantised,
-            )
-            parts[row, k] = y.float()
+    rounded = release and experts.w1.scale is not None
+    operand = _operand(x, rounded)
+    for slot in torch.unique(ids[ids >= 0]).tolist():
+        row, k = (ids == slot).nonzero(as_tuple=True)
+        y = _expert(
+            operand[row],
+            _one(experts.w1, slot),
+            _one(experts.w3, slot),
+            _one(experts.w2, slot),
+            weights[row, k],
+            x.dtype,
+            limit=limit,
+            strict=strict,
+            rounded=rounded,
+        )
+        parts[row, k] = y.float()
     total = parts[:, 0]
     for k in range(1, ids.shape[1]):  # top-k order, whichever slot served a row
         total = total + parts[:, k]
     return total
+
+
+def _one(stack: Matrix, slot: int) -> Matrix:
+    return Part.of(stack, lambda stored: stored[slot])
 
 
 def shared_expert(
@@ -123,4 +110,5 @@ def shared_expert(
 ) -> Tensor:
     """See `KernelBackend.shared_expert`."""
     rounded = release and w1.scale is not None
-    return _expert(x, widen(w1), widen(w3), widen(w2), None, limit, strict, rounded)
+    operand = _operand(x, rounded)
+    return _expert(operand, w1, w3, w2, None, x.dtype, limit=limit, strict=strict, rounded=rounded)
