@@ -1,0 +1,1 @@
+"""Token ids to events: bytes, marks, tool markup, JSON mode, stop strings."""

@@ -1,0 +1,1 @@
+"""Conversation to prompt pieces, pieces to token ids."""

@@ -1,0 +1,59 @@
+"""`CustomInput`: the one text of a custom tool's call, taken out of the call's JSON arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+
+__all__ = ["CustomInput"]
+
+_HEAD = '{"input": "'
+# Complete characters of a JSON string. A surrogate pair is one of them; a first half alone waits.
+_CHARACTERS = re.compile(
+    r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
+    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
+)
+
+
+class CustomInput:
+    """Turns pieces of a call's arguments into pieces of the text that the tool gets.
+
+    That is the value of `input` where it comes first and is a string, which is how a custom tool is
+    shown to the model; whatever follows it is left out. Other arguments are the text as they are.
+    Nothing comes out before the shape is certain, so a call that is cut off earlier has no text.
+    """
+
+    __slots__ = ("_held", "_state")
+
+    def __init__(self) -> None:
+        """Start before the first piece."""
+        self._held = ""
+        self._state = "head"  # then `text`, then `ended`; or `other`
+
+    def feed(self, arguments: str) -> str:
+        """Take in a piece of the arguments and return what it adds to the text, often nothing."""
+        if self._state == "ended":
+            return ""
+        if self._state == "other":
+            return arguments
+        held = self._held + arguments
+        if self._state == "head":
+            if len(held) < len(_HEAD) and _HEAD.startswith(held):
+                self._held = held
+                return ""
+            if not held.startswith(_HEAD):
+                self._state = "other"
+                return held
+            self._state = "text"
+            held = held[len(_HEAD) :]
+        end = self._end_of_text(held)
+        self._held = held[end:]
+        text: str = json.loads(f'"{held[:end]}"', strict=False)
+        return text
+
+    def _end_of_text(self, held: str) -> int:
+        match = _CHARACTERS.match(held)
+        assert match is not None, "the pattern matches the empty text"
+        if held.startswith('"', match.end()):
+            self._state = "ended"
+        return match.end()

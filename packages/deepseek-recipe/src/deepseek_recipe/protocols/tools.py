@@ -1,0 +1,207 @@
+"""Tools of a request: their declarations, the choice among them, what is enforced on the output."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from deepseek_recipe.conversation import JsonValue, OutputConstraint, ResponseFormat, Tool
+from deepseek_recipe.errors import ConversionError
+from deepseek_recipe.json_text import dump_compact
+from deepseek_recipe.protocols.schema_check import SchemaChecker, json_shown
+from deepseek_recipe.protocols.strict import STRICT_ANSWER, STRICT_TOOL, normalise
+
+__all__ = [
+    "Declaration",
+    "NamedTool",
+    "ToolChoice",
+    "check_name",
+    "checked_answer_schema",
+    "choose_tools",
+    "declared_tools",
+    "output_constraint",
+]
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A tool as a request declares it, before it is checked.
+
+    Attributes:
+        parameters: as sent; None where absent.
+        path: of the name in the request, for messages: `tools[0].function.name`.
+        full_name: with the namespace, for the model; None where there is none.
+    """
+
+    name: str
+    description: str | None
+    parameters: JsonValue
+    strict: bool | None
+    path: str
+    deferred: bool = False
+    full_name: str | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The name for the model."""
+        return self.name if self.full_name is None else self.full_name
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """A choice of one tool, which must then be called."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"]
+
+
+def declared_tools(
+    declarations: Sequence[Declaration],
+    *,
+    max_name_len: int | None = None,
+    missing_parameters: Literal["empty", "error"] = "empty",
+) -> tuple[Tool, ...]:
+    """Return the tools of a request.
+
+    Args:
+        max_name_len: longest name, in characters; None for no limit.
+        missing_parameters: whether a tool without parameters has `{}`, or is refused.
+
+    Raises:
+        ConversionError: a name is empty, too long, not unique or has a character that is not
+            allowed; parameters are no JSON Schema of an object, or cannot be made strict.
+    """
+    for each in declarations:
+        check_name(each.name, each.path, max_len=max_name_len)
+    if len({each.model_name for each in declarations}) < len(declarations):
+        raise ConversionError("Tool names must be unique.")
+    checker = SchemaChecker()
+    return tuple(
+        Tool(
+            name=each.model_name,
+            description=each.description,
+            parameters=_checked_parameters(each, missing_parameters == "empty", checker),
+            strict=each.strict,
+            deferred=each.deferred,
+        )
+        for each in declarations
+    )
+
+
+def choose_tools(
+    tools: tuple[Tool, ...], choice: ToolChoice | NamedTool, *, thinking: bool
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Return the tools that are left and the choice, after a request's `tool_choice`.
+
+    Without tools every choice but `none` is `auto`.
+
+    Raises:
+        ConversionError: no tool has the name, or a call is forced in thinking mode.
+    """
+    if choice == "none":
+        return (), "none"
+    if not tools:
+        return (), "auto"
+    if choice == "auto":
+        return tools, "auto"
+    if isinstance(choice, NamedTool):
+        tools = tuple(tool for tool in tools if tool.name == choice.name)
+        if not tools:
+            raise ConversionError(
+                f"Invalid value for 'tool_call': no function named '{choice.name}' was specified "
+                "in the 'tools' parameter."
+            )
+    if thinking:
+        raise ConversionError("Thinking mode does not support this tool_choice")
+    return tools, "required"
+
+
+def checked_answer_schema(schema: JsonValue, strict: bool | None) -> JsonValue:
+    """Return the schema that an answer of form `json_schema` must follow.
+
+    Raises:
+        ConversionError: it is no JSON Schema, or cannot be made strict.
+    """
+    if strict:
+        return normalise(schema, STRICT_ANSWER)
+    SchemaChecker().check(schema, STRICT_ANSWER.lead)
+    return schema
+
+
+def output_constraint(
+    tools: tuple[Tool, ...],
+    tool_choice: ToolChoice,
+    response_format: ResponseFormat,
+    strict_schema: JsonValue,
+) -> OutputConstraint | None:
+    """Return what decoding must enforce: tools come before the form of the answer.
+
+    Args:
+        tools: all that are left after `choose_tools`.
+        strict_schema: result of `checked_answer_schema`; used with form `json_schema` only.
+    """
+    if tools:
+        functions = dump_compact([_function(tool) for tool in tools])
+        required = tool_choice == "required"
+        return OutputConstraint("tool_call_required" if required else "tool_call", functions)
+    if response_format.kind == "json_object":
+        return OutputConstraint("json", "")
+    if response_format.kind == "json_schema":
+        return OutputConstraint("json", dump_compact(strict_schema))
+    if response_format.kind == "regex":
+        return OutputConstraint("regex", response_format.regex or "")
+    return None
+
+
+def _function(tool: Tool) -> JsonValue:
+    function: dict[str, JsonValue] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    if tool.deferred:
+        return {"type": "function", "function": function, "defer_loading": True}
+    return {"type": "function", "function": function}
+
+
+def check_name(name: str, path: str, *, max_len: int | None = None) -> None:
+    """Raise ConversionError unless `name`, which stands at `path`, is fit for a tool."""
+    if not name:
+        raise ConversionError(
+            f"Invalid '{path}': empty string. Expected a string with minimum length 1, but "
+            "got an empty string instead."
+        )
+    if max_len is not None and len(name) > max_len:
+        raise ConversionError(
+            f"Invalid '{path}': string too long. Expected a string with maximum length "
+            f"{max_len}, but got a string with length {len(name)} instead."
+        )
+    if not _NAME.fullmatch(name):
+        raise ConversionError(
+            f"Invalid '{path}': string does not match pattern. Expected a string that matches "
+            "the pattern '^[a-zA-Z0-9_-]+$'."
+        )
+
+
+def _checked_parameters(each: Declaration, may_miss: bool, checker: SchemaChecker) -> JsonValue:
+    if each.strict:
+        closed = {"type": "object"} if each.parameters is None else each.parameters
+        return normalise(closed, STRICT_TOOL)
+    if each.parameters is None and may_miss:
+        return {}
+    lead = f"Invalid schema for function '{each.model_name}': "
+    checker.check(each.parameters, lead)
+    kind = each.parameters.get("type") if isinstance(each.parameters, dict) else None
+    if kind != "object":
+        raise ConversionError(
+            f"{lead}schema must be a JSON Schema of 'type: \"object\"', got 'type: "
+            f"{json_shown(kind)}'."
+        )
+    return each.parameters

@@ -1,0 +1,198 @@
+"""What an engine needs of a checkpoint's format, in one object: requests in, replies out.
+
+The classes here are the entry points of `deepinfer.recipe`. Nothing in them knows of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from deepseek_recipe.conversation import GenerationSettings
+from deepseek_recipe.decoding.events import BackendFinish, Ready, TokenChunk, TokenLogprob
+from deepseek_recipe.decoding.stream import ReplyStream, ServerEvent
+from deepseek_recipe.encoding.profile import V4, V41, Profile
+from deepseek_recipe.encoding.prompt import render
+from deepseek_recipe.encoding.tokenizer import PromptTokenizer, fitted_profile
+from deepseek_recipe.errors import ConversionError, OptionError, RequestError, TokenizerError, shown
+from deepseek_recipe.options import ConversionOptions
+from deepseek_recipe.protocols.converted import ConvertedRequest
+from deepseek_recipe.protocols.dispatch import convert, parse, reply_stream
+
+__all__ = ["DeepseekV4", "DeepseekV41", "Prepared", "Reply"]
+
+
+class Reply:
+    """One reply being read: token ids in, events of the request's protocol out."""
+
+    def __init__(self, stream: ReplyStream) -> None:
+        """Read a reply through a stream that nothing was pushed into yet."""
+        self._stream = stream
+
+    @property
+    def finished(self) -> bool:
+        """Whether the reply has ended, maybe by a stop text, so that no more ids are wanted."""
+        return self._stream.finished
+
+    def start(self, prompt_tokens: int, cached_tokens: int) -> Sequence[ServerEvent]:
+        """Begin; takes the prompt's length and how much of it was cached."""
+        return self._stream.push(Ready(prompt_tokens, cached_tokens))
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] | None = None,
+    ) -> Sequence[ServerEvent]:
+        """Take the next ids.
+
+        Args:
+            token_ids: as produced, end-of-sequence ids left out.
+            logprobs: one for each id: its own, then (id, log-probability) of alternatives.
+
+        Raises:
+            ReplyError: the reply has ended, or an id is not in the vocabulary.
+        """
+        entries = None
+        if logprobs is not None:
+            pairs = zip(token_ids, logprobs, strict=True)
+            entries = tuple(
+                TokenLogprob(token_id, own, tuple(top)) for token_id, (own, top) in pairs
+            )
+        return self._stream.push(TokenChunk(tuple(token_ids), entries))
+
+    def finish(self, reason: str) -> Sequence[ServerEvent]:
+        """End the reply: `stop`, `length` or `content_filter`. Nothing happens if it has ended."""
+        if reason not in ("stop", "length", "content_filter"):
+            raise OptionError(
+                f"The reason is {shown(reason)}; allowed: 'stop', 'length' or 'content_filter'."
+            )
+        if self._stream.finished:
+            return ()
+        events = self._stream.push(BackendFinish(reason))  # type: ignore[arg-type]
+        return [*events, *self._stream.finish()]
+
+    def response(self) -> dict[str, object]:
+        """Return the whole response after the end, as the protocol states it."""
+        return self._stream.response()
+
+
+class Prepared:
+    """A request, ready for an engine."""
+
+    def __init__(
+        self, converted: ConvertedRequest, token_ids: Sequence[int], tokenizer: PromptTokenizer
+    ) -> None:
+        """Hold a request and its prompt."""
+        self.converted = converted
+        self.token_ids = token_ids
+        self._tokenizer = tokenizer
+
+    @property
+    def settings(self) -> GenerationSettings:
+        """How to sample."""
+        return self.converted.settings
+
+    @property
+    def constraint(self) -> Mapping[str, str] | None:
+        """What decoding must enforce: `kind` and `schema`, or None."""
+        wanted = self.settings.output_constraint
+        return None if wanted is None else {"kind": wanted.kind, "schema": wanted.schema}
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Fields of the request that are not honoured and were ignored."""
+        return self.converted.left_out
+
+    def max_tokens(self, context_limit: int) -> int:
+        """Return how many tokens the reply may have.
+
+        Raises:
+            ConversionError: the prompt, or prompt and requested length, exceed the context.
+        """
+        return self.converted.max_tokens(len(self.token_ids), context_limit)
+
+    def reply(self, response_id: str, model: str, created: int) -> Reply:
+        """Return what reads the reply; `created` is in seconds since 1970."""
+        stream = reply_stream(
+            self.converted,
+            response_id=response_id,
+            model=model,
+            tokenizer=self._tokenizer,
+            created=created,
+        )
+        return Reply(stream)
+
+
+class _Recipe:
+    """Requests in, prompts and replies out, for one checkpoint."""
+
+    profile: ClassVar[Profile]
+    request_error: ClassVar[type[Exception]] = RequestError
+    tokenizer_error: ClassVar[type[Exception]] = TokenizerError
+
+    def __init__(
+        self,
+        tokenizer_file: str | Path,
+        *,
+        options: ConversionOptions | None = None,
+        token_map: Mapping[str, int] | None = None,
+    ) -> None:
+        """Read the checkpoint's tokenizer.
+
+        Args:
+            tokenizer_file: a `tokenizer.json`, or the folder that holds one.
+            options: what the server decides; its model names must all mean this checkpoint. None
+                accepts the published name.
+            token_map: spelling of a special token -> the id that bears another name in the file.
+
+        Raises:
+            TokenizerError: it cannot be read, or lacks a special token of the format.
+            OptionError: a model's name stands for another checkpoint.
+        """
+        if options is None:
+            known = {n: p for n, p in ConversionOptions().models.items() if p == self.profile.name}
+            options = ConversionOptions(models=known)
+        for name, profile in options.models.items():
+            if profile != self.profile.name:
+                raise OptionError(
+                    f"`models` maps {shown(name)} to {profile!r}, but this is the recipe of "
+                    f"{self.profile.name!r}; leave the name out."
+                )
+        self._options = options
+        self.tokenizer = PromptTokenizer.from_path(tokenizer_file, token_map)
+        self._fitted = fitted_profile(self.profile, self.tokenizer)
+
+    def prepare(
+        self, request: Mapping[str, object] | bytes | str, protocol: str = "chat"
+    ) -> Prepared:
+        """Return a request's prompt and settings; text never becomes a control token.
+
+        Args:
+            request: the body, parsed or as JSON text. A mapping may leave `model` out.
+            protocol: `chat`, `responses` or `messages`.
+
+        Raises:
+            RequestError: the body is malformed, or asks for what is not allowed or not supported.
+        """
+        if isinstance(request, Mapping) and "model" not in request:
+            request = {**request, "model": next(iter(self._options.models))}
+        converted = convert(parse(protocol, request), self._options)
+        prompt = render(converted.conversation, self._fitted)
+        try:
+            token_ids = self.tokenizer.encode(prompt)
+        except TokenizerError as error:  # all special tokens are there, so it is about the text
+            raise ConversionError(str(error)) from error
+        return Prepared(converted, token_ids, self.tokenizer)
+
+
+class DeepseekV4(_Recipe):
+    """The format of DeepSeek-V4 checkpoints."""
+
+    profile = V4
+
+
+class DeepseekV41(_Recipe):
+    """The format of DeepSeek-V4.1 checkpoints."""
+
+    profile = V41
