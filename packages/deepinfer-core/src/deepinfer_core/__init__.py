@@ -21,7 +21,13 @@ from deepinfer_core.errors import (
     RequestError,
     Unsupported,
 )
-from deepinfer_core.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from deepinfer_core.types import (
+    ChatOutput,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "ChatOutput",
     "CheckpointError",
     "ConfigError",
     "DeepInferError",

@@ -5,7 +5,7 @@ Leaves satisfy these Protocols by shape and never import core.
     KernelBackend, DeviceRuntime     entry points `deepinfer.kernels`   cpu | cuda | npu
     VerifyPlanner, Acceptor, Calibration       `deepinfer.verifier`     dspark
     PlacementPlanner                           `deepinfer.planner`      eplb
-    Recipe, TokenConstraint                    `deepinfer.recipe`       deepseek_v4 | deepseek_v41
+    Recipe                                     `deepinfer.recipe`       deepseek_v4 | deepseek_v41
 
 This module is long because it is the one place where a contract is written; it holds no code that
 runs.
@@ -47,6 +47,7 @@ __all__ = [
     "BlockStore",
     "Calibration",
     "Carry",
+    "ChatSettings",
     "CompressorState",
     "DeviceRuntime",
     "Event",
@@ -57,9 +58,11 @@ __all__ = [
     "MemoryInfo",
     "Placement",
     "PlacementPlanner",
+    "PreparedRequest",
     "Queue",
     "Recipe",
-    "ReplyDecoder",
+    "Reply",
+    "ReplyEvent",
     "Rows",
     "SampleInputs",
     "SampleOutput",
@@ -914,33 +917,130 @@ class TokenConstraint(Protocol):
         """Take back the last `count` accepted tokens."""
 
 
-class ReplyDecoder(Protocol):
-    """Turns ids into events, one result for every way of cutting them."""
+class ReplyEvent(Protocol):
+    """One event for a client, in the protocol of its request."""
 
-    def feed(self, token_id: int) -> None:
-        """Take the next id."""
+    @property
+    def name(self) -> str | None:
+        """The event's name; None where the protocol has none."""
 
-    def next_event(self) -> object:
-        """Return the next event, or a sentinel that says more ids are needed."""
+    @property
+    def data(self) -> str:
+        """JSON text."""
 
-    def close(self, reason: str) -> object:
-        """End the reply; returns the last event, which says what was cut off."""
+
+class Reply(Protocol):
+    """One reply being read: token ids in, events of the request's protocol out.
+
+    Events and response are the same for every way of cutting the ids.
+    """
+
+    @property
+    def finished(self) -> bool:
+        """Whether the reply has ended, maybe by a stop text, so that no more ids are wanted."""
+
+    def start(self, prompt_tokens: int, cached_tokens: int) -> Sequence[ReplyEvent]:
+        """Begin; says how long the prompt was, and how much of it was in the prefix index."""
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] | None = None,
+    ) -> Sequence[ReplyEvent]:
+        """Take the next ids, end-of-sequence ids left out.
+
+        Args:
+            token_ids: as produced.
+            logprobs: one for each id: its own, then (id, log-probability) of alternatives.
+        """
+
+    def finish(self, reason: str) -> Sequence[ReplyEvent]:
+        """End the reply: `stop` or `length`. Nothing happens if it has ended already."""
+
+    def response(self) -> dict[str, object]:
+        """Return the whole response after the end, as the protocol states it."""
+
+
+class ChatSettings(Protocol):
+    """Sampling settings of a request, after the checkpoint's own rules."""
+
+    @property
+    def temperature(self) -> float:
+        """0 is greedy."""
+
+    @property
+    def top_p(self) -> float:
+        """As in `SamplingParams`."""
+
+    @property
+    def seed(self) -> int | None:
+        """As in `SamplingParams`."""
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log-probabilities are wanted."""
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many alternatives of each; None is 0."""
+
+
+class PreparedRequest(Protocol):
+    """A request of an API protocol, as the engine needs it."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt."""
+
+    @property
+    def settings(self) -> ChatSettings:
+        """How to sample."""
+
+    @property
+    def constraint(self) -> Mapping[str, str] | None:
+        """What decoding must enforce: `kind` and `schema`, or None.
+
+        Kinds: `tool_call`, `tool_call_required`, `json`, `regex`.
+        """
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Fields of the request that are not honoured and were ignored."""
+
+    def max_tokens(self, context_limit: int) -> int:
+        """Return how many tokens the reply may have; `request_error` if the prompt is too long."""
+
+    def reply(self, response_id: str, model: str, created: int) -> Reply:
+        """Return what reads the reply.
+
+        Args:
+            response_id: the response's id.
+            model: the model's name for the client.
+            created: seconds since 1970.
+        """
 
 
 class Recipe(Protocol):
-    """A checkpoint's conversation format.
+    """A checkpoint's conversation format, behind the public API protocols.
 
-    The entry point's name is the `model_type` of `config.json`.
+    Constructed with the path of a `tokenizer.json`. The entry point's name is the `model_type` of
+    `config.json`.
     """
 
-    def encode(self, messages: Sequence[Mapping[str, object]], **options: object) -> Sequence[int]:
-        """Return the prompt's token ids of a conversation; text never becomes a control token."""
+    @property
+    def request_error(self) -> type[Exception]:
+        """What a refused request raises; it has `message`, `param`, `code` and `status_code`."""
 
-    def decoder(self, **options: object) -> ReplyDecoder:
-        """Return a fresh decoder of one reply."""
+    @property
+    def tokenizer_error(self) -> type[Exception]:
+        """What the constructor raises for a tokenizer that does not fit the format."""
 
-    def constraint(self, specification: Mapping[str, object]) -> TokenConstraint:
-        """Return a matcher for a structured-output request.
+    def prepare(
+        self, request: Mapping[str, object] | bytes | str, protocol: str = "chat"
+    ) -> PreparedRequest:
+        """Return a request's prompt and settings; text never becomes a control token.
 
-        An unsupported keyword is an error that names it.
+        Args:
+            request: the body, parsed or as JSON text. `model` may be left out.
+            protocol: `chat`, `responses` or `messages`.
         """

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from tokenizers import Tokenizer
 
+from deepinfer_core.chat import ChatReader, ChatRequest, Conversations, Follower, bodies_of
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.interrupt import undivided
 from deepinfer_core.engine.loop import Engine, build_engine
-from deepinfer_core.engine.outputs import OutputBuilder, refused
+from deepinfer_core.engine.outputs import OutputBuilder, Watcher, refused
 from deepinfer_core.engine.requests import Prompts, RequestReader, as_list, params_of_each
 from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.errors import ConfigError, RequestError, shown
-from deepinfer_core.loader import find_backend
+from deepinfer_core.loader import find_backend, find_recipe
 from deepinfer_core.model.checkpoint import resolve_model
-from deepinfer_core.types import FinishReason, Request, RequestOutput, SamplingParams
+from deepinfer_core.types import (
+    ChatOutput,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 
 __all__ = ["LLM"]
 
 OnError = Literal["raise", "output"]
+OutputT = TypeVar("OutputT")
 
 
 @dataclass
@@ -91,6 +99,8 @@ class LLM:
             encode=self._codec.encode,
             no_strict=None if backend.supports("strict") else backend.name,
         )
+        self._folder = folder
+        self._chat_reader: ChatReader | None = None
         self._num_requests = 0
         self._live: dict[int, _Live] = {}
 
@@ -149,17 +159,63 @@ class LLM:
             RequestError: a request is invalid; the message says which.
         """
         batch = self._prepare(prompts, params, on_error)
-        results: list[RequestOutput] = []
-        with closing(self._rounds(batch, on_error, every=False)) as rounds:
-            while True:
-                with undivided():
-                    ended = next(rounds, None)
-                    if ended is None:
-                        break
-                    results += ended
-                    if on_step is not None:
-                        on_step(ended)
-        return sorted(results, key=lambda output: output.index)
+        rounds = self._rounds(batch, on_error, every=False)
+        return self._results(rounds, lambda output: output, on_step)
+
+    def chat(
+        self,
+        conversations: Conversations,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        thinking: bool | None = None,
+        on_step: Callable[[Sequence[ChatOutput]], None] | None = None,
+        on_error: OnError = "raise",
+        **fields: object,
+    ) -> list[ChatOutput]:
+        """Answer conversations; returns one output for each, in the order given.
+
+        The package `deepseek-recipe` states the format. Sampling settings are the checkpoint's own
+        where a field is left out.
+
+        Args:
+            conversations: a list of messages as in Chat Completions, such as
+                `[{"role": "user", "content": "Hello"}]`, a list of such lists, or a list of whole
+                request bodies.
+            tools: functions that the assistant may call, as in Chat Completions.
+            thinking: whether to reason before the answer; None leaves it to the recipe.
+            on_step, on_error: as for `generate`.
+            fields: further fields of a Chat Completions request, such as `temperature`,
+                `max_tokens`, `reasoning_effort`, `tool_choice`, `seed`, `stop` or `logprobs`.
+
+        Raises:
+            ConfigError: there is no recipe for the model.
+            RequestError: a request is invalid; the message says which.
+        """
+        mode = None if thinking is None else {"type": "enabled" if thinking else "disabled"}
+        given = {**fields, "tools": None if tools is None else list(tools), "thinking": mode}
+        _check_on_error(on_error)
+        bodies = bodies_of(conversations, given)
+        reader = self._chats()
+        chats: dict[int, ChatRequest] = {}
+
+        def read(index: int, uid: int) -> Request:
+            chats[index] = chat = reader.read(bodies[index], uid)
+            return self._reader.read({"prompt_token_ids": chat.prompt_token_ids}, chat.params, uid)
+
+        batch = self._numbered(len(bodies), read, on_error)
+        watchers = {
+            index: Follower(chats[index].reply, len(item.prompt_token_ids), item.stop_ids)
+            for index, item in enumerate(batch)
+            if isinstance(item, Request)
+        }
+
+        def answered(output: RequestOutput) -> ChatOutput:
+            if not output.prompt_token_ids:  # it never ran
+                return ChatOutput(output.index, output, None)
+            return chats[output.index].output(output)
+
+        rounds = self._rounds(batch, on_error, every=False, watchers=watchers)
+        return self._results(rounds, answered, on_step)
 
     def stream(
         self,
@@ -196,25 +252,64 @@ class LLM:
         on_error: OnError,
     ) -> list[Request | RequestOutput]:
         """Check and number all prompts."""
-        if on_error not in ("raise", "output"):
-            raise RequestError(
-                f"`on_error` is {shown(on_error)}; allowed: 'raise' or 'output'.", param="on_error"
-            )
+        _check_on_error(on_error)
         items = as_list(prompts)
         each = params_of_each(params, len(items))
+        return self._numbered(
+            len(items),
+            lambda index, uid: self._reader.read(items[index], each[index], uid),
+            on_error,
+        )
+
+    def _numbered(
+        self, count: int, read: Callable[[int, int], Request], on_error: OnError
+    ) -> list[Request | RequestOutput]:
+        """Make `count` requests by `read(index, uid)`."""
         first_uid = self._num_requests
-        self._num_requests += len(items)
+        self._num_requests += count
         batch: list[Request | RequestOutput] = []
-        for index, (item, settings) in enumerate(zip(items, each, strict=True)):
-            uid = first_uid + index
+        for index, uid in enumerate(range(first_uid, first_uid + count)):
             try:
-                batch.append(self._reader.read(item, settings, uid))
+                batch.append(read(index, uid))
             except RequestError as error:
-                batch.append(_failed(error, index, f"request-{uid}", on_error, len(items)))
+                batch.append(_failed(error, index, f"request-{uid}", on_error, count))
         return batch
 
+    def _chats(self) -> ChatReader:
+        if self._chat_reader is None:
+            model_type = self.engine.model_config.model_type
+            recipe = find_recipe(model_type, self._folder / "tokenizer.json")
+            name = self.config.model or self._folder.name
+            self._chat_reader = ChatReader(recipe, name, self.engine.limits.max_model_len)
+        return self._chat_reader
+
+    def _results(
+        self,
+        rounds: Generator[list[RequestOutput], None, None],
+        made: Callable[[RequestOutput], OutputT],
+        on_step: Callable[[Sequence[OutputT]], None] | None,
+    ) -> list[OutputT]:
+        """Run to the end; return what is made of the outputs, in the order of the prompts."""
+        results: dict[int, OutputT] = {}
+        with closing(rounds):
+            while True:
+                with undivided():
+                    ended = next(rounds, None)
+                    if ended is None:
+                        break
+                    new = {output.index: made(output) for output in ended}
+                    results |= new
+                    if on_step is not None:
+                        on_step(list(new.values()))
+        return [results[index] for index in sorted(results)]
+
     def _rounds(
-        self, batch: list[Request | RequestOutput], on_error: OnError, *, every: bool
+        self,
+        batch: list[Request | RequestOutput],
+        on_error: OnError,
+        *,
+        every: bool,
+        watchers: Mapping[int, Watcher] | None = None,
     ) -> Generator[list[RequestOutput], None, None]:
         """Submit requests and step the engine until they have ended; abort them when closed.
 
@@ -228,7 +323,13 @@ class LLM:
                     sink.append(item)
                     continue
                 replay = self._reader.replay_in_use(item)
-                builder = OutputBuilder(item, index, self._codec.decoder(), bounded_replay=replay)
+                builder = OutputBuilder(
+                    item,
+                    index,
+                    self._codec.decoder(),
+                    bounded_replay=replay,
+                    watcher=None if watchers is None else watchers[index],
+                )
                 try:
                     with undivided():
                         self.engine.submit(item)
@@ -279,6 +380,13 @@ class LLM:
                 output = live.builder.next_output()
                 if output is not None:
                     live.sink.append(output)
+
+
+def _check_on_error(on_error: OnError) -> None:
+    if on_error not in ("raise", "output"):
+        raise RequestError(
+            f"`on_error` is {shown(on_error)}; allowed: 'raise' or 'output'.", param="on_error"
+        )
 
 
 def _failed(

@@ -10,16 +10,26 @@ import importlib
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from deepinfer_core.config import ACCELERATORS
 from deepinfer_core.errors import ConfigError, Unsupported
-from deepinfer_core.interfaces import KernelBackend
+from deepinfer_core.interfaces import KernelBackend, Recipe
 
-__all__ = ["GROUPS", "BackendState", "backend_states", "find_backend", "load_class", "targets"]
+__all__ = [
+    "GROUPS",
+    "BackendState",
+    "backend_states",
+    "find_backend",
+    "find_recipe",
+    "load_class",
+    "targets",
+]
 
 KERNELS = "deepinfer.kernels"
-GROUPS = (KERNELS, "deepinfer.verifier", "deepinfer.planner", "deepinfer.recipe")
+RECIPES = "deepinfer.recipe"
+GROUPS = (KERNELS, "deepinfer.verifier", "deepinfer.planner", RECIPES)
 
 # What entry points say once the packages are installed.
 _BUILT_IN: dict[str, dict[str, str]] = {
@@ -27,6 +37,10 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "cpu": "deepinfer_core.cpu.backend:CpuBackend",
         "cuda": "deepinfer_kernels_cuda.backend:CudaBackend",
         "npu": "deepinfer_kernels_ascend.backend:AscendBackend",
+    },
+    RECIPES: {
+        "deepseek_v4": "deepseek_recipe.recipe:DeepseekV4",
+        "deepseek_v41": "deepseek_recipe.recipe:DeepseekV41",
     },
 }
 
@@ -116,6 +130,30 @@ def find_backend(accelerator: str | None, numerics: str) -> KernelBackend:
             why_not = f"it lacks `numerics` {numerics!r}"
         reasons.append(f"`{_WORDS[name]}`: {why_not}")
     raise ConfigError("No kernel backend can run here. " + "; ".join(reasons) + ".")
+
+
+def find_recipe(model_type: str, tokenizer_file: Path) -> Recipe:
+    """Construct the conversation format of a checkpoint.
+
+    Args:
+        model_type: of its `config.json`.
+        tokenizer_file: its `tokenizer.json`.
+
+    Raises:
+        ConfigError: no package with a recipe for it is installed, or the tokenizer is missing or
+            lacks tokens of the format.
+    """
+    if model_type not in targets(RECIPES):
+        raise ConfigError(
+            f"No recipe for `model_type` {model_type!r} is installed, so there is no chat; install "
+            "the package `deepseek-recipe`, or give plain prompts."
+        )
+    chosen = load_class(RECIPES, model_type)
+    try:
+        recipe: Recipe = chosen(tokenizer_file)
+    except chosen.tokenizer_error as error:
+        raise ConfigError(f"The model has no chat format: {error}") from error
+    return recipe
 
 
 def _explicit(accelerator: str, numerics: str, found: dict[str, str]) -> KernelBackend:

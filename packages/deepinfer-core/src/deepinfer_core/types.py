@@ -8,6 +8,7 @@ A step is three values: `StepPlan` (what the scheduler decided, frozen), the tic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
@@ -16,6 +17,7 @@ from deepinfer_core.params import SamplingParams
 __all__ = [
     "Admission",
     "BlockDelta",
+    "ChatOutput",
     "FinishReason",
     "Phase",
     "PromptLogprob",
@@ -323,3 +325,48 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether no more output follows."""
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """The reply to one conversation.
+
+    Args:
+        index: place of the conversation in the caller's list.
+        output: the request as such: ids, raw text, errors.
+        response: the whole response as Chat Completions states it; None if the request was refused.
+    """
+
+    index: int
+    output: RequestOutput
+    response: Mapping[str, object] | None
+
+    @property
+    def message(self) -> Mapping[str, object]:
+        """The assistant's message: `content`, and maybe `reasoning_content` and `tool_calls`."""
+        choice = self._choice()
+        message = choice.get("message", {})
+        assert isinstance(message, Mapping)
+        return message
+
+    @property
+    def content(self) -> str:
+        """The answer; empty if there is none."""
+        return str(self.message.get("content") or "")
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop`, `length`, `tool_calls`, `abort` or `error`."""
+        if self.output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return self.output.finish_reason.value
+        return str(self._choice().get("finish_reason"))
+
+    @property
+    def error(self) -> str | None:
+        """A sentence when `finish_reason` is `error`."""
+        return self.output.error
+
+    def _choice(self) -> Mapping[str, object]:
+        choices = [] if self.response is None else self.response["choices"]
+        assert isinstance(choices, list)
+        return choices[0] if choices else {}

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["demo_config", "loading_config", "second_geometry_config", "write_checkpoint"]
 
+# Smaller vocabularies have no room beside the 256 bytes.
+_CHAT_VOCAB_SIZE = 512
+
 _QUANTIZATION = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -111,14 +114,24 @@ def write_checkpoint(
     return model
 
 
+# What a conversation needs, spelled as in the released tokenizer.
+_CHAT_TOKENS = (
+    *("<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
+    *("｜DSML｜", "<｜latest_reminder｜>"),
+)
+
+
 def _special_tokens(config: ModelConfig) -> dict[int, str]:
-    special = {config.bos_token_id: "<bos>", config.pad_token_id: "<pad>"}
+    special = {config.bos_token_id: "<｜begin▁of▁sentence｜>", config.pad_token_id: "<pad>"}
     for place, token_id in enumerate(config.eos_token_ids):
-        special[token_id] = f"<eos_{place}>" if place else "<eos>"
+        special[token_id] = f"<eos_{place}>" if place else "<｜end▁of▁sentence｜>"
     if config.num_nextn_predict_layers:
         special[config.dspark_noise_token_id] = "<noise>"
     if config.image_token_id is not None:
-        special[config.image_token_id] = "<image>"
+        special[config.image_token_id] = "<｜image｜>"
+    if config.vocab_size >= _CHAT_VOCAB_SIZE:
+        free = (each for each in reversed(range(config.vocab_size)) if each not in special)
+        special |= dict(zip(free, _CHAT_TOKENS, strict=False))
     return special
 
 

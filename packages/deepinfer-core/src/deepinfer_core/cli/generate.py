@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Protocol
 
 import typer
 
@@ -19,10 +20,14 @@ from deepinfer_core.cli.options import (
 )
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.errors import OutputError, RequestError
-from deepinfer_core.types import RequestOutput, SamplingParams
+from deepinfer_core.types import SamplingParams
 
 if TYPE_CHECKING:
+    from deepinfer_core.cli.chat_lines import Conversation
     from deepinfer_core.cli.jsonl import Item, LineWriter
+    from deepinfer_core.llm import LLM
+
+    Take = Callable[[Sequence[tuple[int, Mapping[str, object]]]], None]
 
 __all__ = ["generate"]
 
@@ -90,6 +95,15 @@ _BoundedReplay = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+_Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        metavar="",
+        help="Prompts are what a user says; lines are Chat Completions requests with `messages`.",
+        rich_help_panel=_PROMPTS,
+    ),
+]
 _IgnoreEos = Annotated[
     bool,
     typer.Option(
@@ -108,6 +122,7 @@ def generate(
     prompt: _Prompt = None,
     input_file: _Input = None,
     out: _Out = None,
+    chat: _Chat = False,
     max_tokens: _MaxTokens = None,
     temperature: _Temperature = None,
     seed: _Seed = None,
@@ -122,8 +137,10 @@ def generate(
     A line comes as soon as all before it are there. It has index, prompt_token_ids, token_ids,
     text, finish_reason and, if asked for, logprobs and prompt_logprobs. If the prompt failed, it
     has an error too; if it was refused, index and error only. The exit status is then 1.
+
+    With --chat a line has index, message, finish_reason, logprobs and usage.
     """
-    from deepinfer_core.cli.jsonl import Item, LineWriter, read_items
+    from deepinfer_core.cli.jsonl import LineWriter
 
     given = {
         "max_tokens": max_tokens,
@@ -134,21 +151,98 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     settings = {name: value for name, value in given.items() if value is not None}
-    try:
-        defaults = SamplingParams(**settings)  # type: ignore[arg-type]
-    except RequestError as error:
-        raise fail(error, BAD_OPTION) from None
     if config.model is None:
         raise fail("`--model` is not set; give a model folder or a hub id.", BAD_OPTION)
     with _opened(source, prompt or (), input_file) as lines:
         writer = LineWriter(out)
-        if lines is None:
-            items = [Item(text, defaults) for text in prompt or ()]
-        elif writer.writes_into(lines.fileno()):
+        if lines is not None and writer.writes_into(lines.fileno()):
             raise fail("Results would go into the file of the prompts; change one.", BAD_OPTION)
-        else:
-            items = read_items(lines, defaults)
-    _run(config, items, writer, 'the lines with "error"' if out is None else str(out))
+        batch = (_conversations if chat else _prompts)(lines, prompt or (), settings)
+    _run(config, batch, writer, 'the lines with "error"' if out is None else str(out))
+
+
+class _Batch(Protocol):
+    """What is to be completed, and how its lines look."""
+
+    def __len__(self) -> int: ...
+
+    def run(self, llm: LLM, take: Take) -> None:
+        """Complete all of it; `take` gets the lines of a step."""
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    items: list[Item]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def run(self, llm: LLM, take: Take) -> None:
+        from deepinfer_core.cli.jsonl import output_line
+
+        prompts, params = [each.prompt for each in self.items], [each.params for each in self.items]
+        llm.generate(
+            prompts,
+            params,
+            on_step=lambda ended: take(
+                [(each.index, output_line(each, self.items[each.index])) for each in ended]
+            ),
+            on_error="output",
+        )
+
+
+@dataclass(frozen=True)
+class _Conversations:
+    items: list[Conversation]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def run(self, llm: LLM, take: Take) -> None:
+        from deepinfer_core.cli.chat_lines import chat_line
+
+        llm.chat(
+            [each.body for each in self.items],
+            on_step=lambda ended: take(
+                [(each.index, chat_line(each, self.items[each.index])) for each in ended]
+            ),
+            on_error="output",
+        )
+
+
+def _prompts(
+    lines: BinaryIO | None, texts: Sequence[str], settings: Mapping[str, object]
+) -> _Batch:
+    from deepinfer_core.cli.jsonl import Item, read_items
+
+    try:
+        defaults = SamplingParams(**settings)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise fail(error, BAD_OPTION) from None
+    if lines is None:
+        return _Prompts([Item(text, defaults) for text in texts])
+    return _Prompts(read_items(lines, defaults))
+
+
+def _conversations(
+    lines: BinaryIO | None, texts: Sequence[str], settings: Mapping[str, object]
+) -> _Batch:
+    from deepinfer_core.cli.chat_lines import Conversation, read_conversations
+
+    for name in ("bounded_replay", "ignore_eos"):
+        if settings.get(name):
+            raise fail(
+                f"`--{name.replace('_', '-')}` is not for `--chat`; leave it out.", BAD_OPTION
+            )
+    defaults = {
+        name: settings[name] for name in ("max_tokens", "temperature", "seed") if name in settings
+    }
+    if "logprobs" in settings:
+        defaults |= {"logprobs": True, "top_logprobs": settings["logprobs"]}
+    if lines is None:
+        said = ([{"role": "user", "content": text}] for text in texts)
+        return _Conversations([Conversation({**defaults, "messages": each}) for each in said])
+    return _Conversations(read_conversations(lines, defaults))
 
 
 def _opened(
@@ -173,30 +267,28 @@ def _opened(
         ) from None
 
 
-def _run(config: EngineConfig, items: list[Item], writer: LineWriter, place: str) -> None:
-    """Complete the prompts and write their lines; `place` says where to look for failures."""
-    from deepinfer_core.cli.jsonl import OrderedLines, output_line
+def _run(config: EngineConfig, batch: _Batch, writer: LineWriter, place: str) -> None:
+    """Complete the batch and write its lines; `place` says where to look for failures."""
+    from deepinfer_core.cli.jsonl import OrderedLines
     from deepinfer_core.cli.progress import RunProgress, rates
     from deepinfer_core.llm import LLM
 
     lines = OrderedLines(writer)
     done, failed = 0, 0
 
-    def take(ended: Sequence[RequestOutput]) -> None:
+    def take(ended: Sequence[tuple[int, Mapping[str, object]]]) -> None:
         nonlocal done, failed
-        for output in ended:
-            line = output_line(output, items[output.index])
+        for index, line in ended:
             with progress.away() if writer.is_terminal() else nullcontext():
-                lines.put(output.index, line)
+                lines.put(index, line)
             done, failed = done + 1, failed + ("error" in line)
         progress.update(done, llm.engine.stats)
 
     try:
-        with RunProgress(len(items)) as progress, LLM(config=config) as llm:
+        with RunProgress(len(batch)) as progress, LLM(config=config) as llm:
             writer.begin()
-            prompts, params = [item.prompt for item in items], [item.params for item in items]
             try:
-                llm.generate(prompts, params, on_step=take, on_error="output")
+                batch.run(llm, take)
             except OutputError:
                 raise
             except BaseException:
@@ -204,7 +296,7 @@ def _run(config: EngineConfig, items: list[Item], writer: LineWriter, place: str
                 raise
             progress.summary(f"{done} prompts; {rates(llm.engine.stats)}")
     except KeyboardInterrupt:
-        message = f"interrupted; {writer.num_lines} of {len(items)} lines are written"
+        message = f"interrupted; {writer.num_lines} of {len(batch)} lines are written"
         raise fail(message, INTERRUPTED) from None
     if failed:
-        raise fail(f"{failed} of {len(items)} prompts failed; see {place}")
+        raise fail(f"{failed} of {len(batch)} prompts failed; see {place}")

@@ -11,7 +11,7 @@ a stop string any more:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deepinfer_core.engine.tokenizer import TextDecoder
 from deepinfer_core.errors import RequestError
@@ -23,7 +23,10 @@ from deepinfer_core.types import (
     TokenLogprob,
 )
 
-__all__ = ["OutputBuilder", "StopMatcher", "refused"]
+__all__ = ["OutputBuilder", "StopMatcher", "Watcher", "refused"]
+
+# Sees each token as it comes and says whether the request is to end behind it.
+Watcher = Callable[[int, TokenLogprob | None], bool]
 
 
 def refused(error: RequestError, index: int, client_id: str) -> RequestOutput:
@@ -88,7 +91,13 @@ class OutputBuilder:
     """Collects what the engine says of one request and makes `RequestOutput`s of it."""
 
     def __init__(
-        self, request: Request, index: int, decoder: TextDecoder | None, *, bounded_replay: str
+        self,
+        request: Request,
+        index: int,
+        decoder: TextDecoder | None,
+        *,
+        bounded_replay: str,
+        watcher: Watcher | None = None,
     ) -> None:
         """Start with nothing produced.
 
@@ -97,7 +106,9 @@ class OutputBuilder:
             index: its place in the caller's list.
             decoder: a fresh one; without it the text stays empty.
             bounded_replay: what the prefill really uses, `off` or `decoder`.
+            watcher: may end the request after any token.
         """
+        self._watcher = watcher
         self._request = request
         self._index = index
         self._bounded_replay = bounded_replay
@@ -120,8 +131,8 @@ class OutputBuilder:
         """Take what a step meant for the request.
 
         Returns:
-            Whether a stop string ended it, so that the engine has to be told unless the update
-            ended it as well. Tokens behind the one that completed the stop string are dropped.
+            Whether a stop string or the watcher ended it, so that the engine has to be told unless
+            the update ended it as well. Tokens behind that one are dropped.
         """
         self._num_preemptions = update.num_preemptions
         for item in update.prompt_logprobs:
@@ -130,7 +141,11 @@ class OutputBuilder:
             self._token_ids.append(token_id)
             if update.logprobs:
                 self._logprobs.append(update.logprobs[place])
-            if self._take_text(token_id):
+            stopped = self._take_text(token_id)
+            if self._watcher is not None:
+                logprob = self._logprobs[-1] if update.logprobs else None
+                stopped = self._watcher(token_id, logprob) or stopped
+            if stopped:
                 self._finish_reason = FinishReason.STOP
                 return True
         if update.finish_reason is None:

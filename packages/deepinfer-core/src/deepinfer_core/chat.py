@@ -1,0 +1,157 @@
+"""Chat: conversations to prompts and settings, replies to messages, by a checkpoint's recipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deepinfer_core.errors import RequestError, shown
+from deepinfer_core.interfaces import PreparedRequest, Recipe, Reply
+from deepinfer_core.types import (
+    ChatOutput,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+
+__all__ = ["ChatReader", "ChatRequest", "Conversations", "Follower", "bodies_of"]
+
+Message = Mapping[str, object]
+Conversations = Sequence[Message] | Sequence[Sequence[Message]]
+
+# Structured output needs a matcher in the sampler, which this version does not have.
+_ENFORCED_ELSEWHERE = ("json", "regex")
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A conversation, ready to run: the prompt, its settings, and what reads the reply."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    reply: Reply
+
+    def output(self, output: RequestOutput) -> ChatOutput:
+        """Return what the caller sees of a request that has ended."""
+        reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
+        self.reply.finish(reason)
+        return ChatOutput(output.index, output, self.reply.response())
+
+
+class Follower:
+    """Feeds the tokens of a running request to its reply, and says when the reply is over."""
+
+    def __init__(self, reply: Reply, prompt_len: int, stop_ids: frozenset[int]) -> None:
+        """Follow one request; `stop_ids` end it and are no part of the reply."""
+        self._reply = reply
+        self._stop_ids = stop_ids
+        reply.start(prompt_len, 0)
+
+    def __call__(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+        """Take the next token; return whether nothing that follows can be part of the reply."""
+        if token_id in self._stop_ids:
+            return False
+        self._reply.push(
+            (token_id,), None if logprob is None else ((logprob.logprob, logprob.top),)
+        )
+        return self._reply.finished
+
+
+class ChatReader:
+    """Turns bodies of the Chat Completions protocol into requests."""
+
+    def __init__(self, recipe: Recipe, model: str, context_limit: int) -> None:
+        """Keep what requests are read with.
+
+        Args:
+            recipe: of the checkpoint.
+            model: its name in responses.
+            context_limit: longest prompt plus reply, in tokens.
+        """
+        self._recipe = recipe
+        self._model = model
+        self._context_limit = context_limit
+
+    def read(self, body: Mapping[str, object], uid: int) -> ChatRequest:
+        """Return the request that a body asks for.
+
+        Raises:
+            RequestError: the recipe refuses it, the prompt is too long, or it asks for structured
+                output, which is not enforced here.
+        """
+        try:
+            prepared = self._recipe.prepare(body)
+            max_tokens = prepared.max_tokens(self._context_limit)
+        except self._recipe.request_error as error:
+            code = str(getattr(error, "code", "invalid_request"))
+            raise RequestError(
+                str(error), param=getattr(error, "param", None), code=code
+            ) from error
+        _check_constraint(prepared)
+        return ChatRequest(
+            tuple(prepared.token_ids),
+            _params(prepared, max_tokens),
+            prepared.reply(f"chatcmpl-{uid}", self._model, int(time.time())),
+        )
+
+
+def bodies_of(
+    conversations: Conversations, fields: Mapping[str, object]
+) -> list[Mapping[str, object]]:
+    """Return one request body for each conversation.
+
+    Args:
+        conversations: one list of messages, or a list of these; where a mapping has `messages`, it
+            is a body itself, whose fields win over `fields`.
+        fields: of all bodies; None leaves a field out.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(conversations, str | bytes | Mapping) or not isinstance(conversations, Sequence):
+        raise _no_conversation(conversations)
+    if conversations and isinstance(conversations[0], Mapping) and "role" in conversations[0]:
+        return [{**given, "messages": list(conversations)}]
+    bodies: list[Mapping[str, object]] = []
+    for item in conversations:
+        if isinstance(item, Mapping):
+            bodies.append({**given, **item})
+        elif isinstance(item, Sequence) and not isinstance(item, str | bytes):
+            bodies.append({**given, "messages": list(item)})
+        else:
+            raise _no_conversation(item)
+    return bodies
+
+
+def _no_conversation(value: object) -> RequestError:
+    return RequestError(
+        f"A conversation is {shown(value)}; allowed: a list of messages such as "
+        '{"role": "user", "content": "Hello"}, or a list of such lists.',
+        param="messages",
+    )
+
+
+def _check_constraint(prepared: PreparedRequest) -> None:
+    constraint = prepared.constraint
+    if constraint is not None and constraint["kind"] in _ENFORCED_ELSEWHERE:
+        raise RequestError(
+            f"`response_format` asks for output that matches a {constraint['kind']} grammar, which "
+            'this version cannot enforce; leave it out, or use {"type": "text"}.',
+            param="response_format",
+            code="unsupported_response_format",
+        )
+
+
+def _params(prepared: PreparedRequest, max_tokens: int) -> SamplingParams:
+    settings = prepared.settings
+    # stop texts are the reply's: they count in the answer only, not in reasoning or tool calls
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=settings.seed,
+        logprobs=(settings.top_logprobs or 0) if settings.logprobs else None,
+    )

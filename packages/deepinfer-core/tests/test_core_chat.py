@@ -1,0 +1,241 @@
+"""`LLM.chat` and `generate --chat` over a recipe of a few lines; the engine is scripted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from deepinfer_core import LLM, ConfigError, FinishReason, RequestError
+from deepinfer_core.cli import main
+from deepinfer_core.loader import find_recipe
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+class Refused(Exception):
+    param, code, status_code = "messages", "invalid_request_error", 400
+
+
+@dataclass
+class Reply:
+    """Ends behind id 13; remembers what it was given."""
+
+    prompt_tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.reason is not None
+
+    def start(self, prompt_tokens: int, cached_tokens: int) -> list[object]:
+        assert cached_tokens == 0
+        self.prompt_tokens = prompt_tokens
+        return []
+
+    def push(self, token_ids: Sequence[int], logprobs: object = None) -> list[object]:
+        assert not self.finished
+        self.ids += token_ids
+        self.logprobs.append(logprobs)
+        if 13 in token_ids:
+            self.reason = "stop"
+        return []
+
+    def finish(self, reason: str) -> list[object]:
+        self.reason = self.reason or reason
+        return []
+
+    def response(self) -> dict[str, object]:
+        message = {"role": "assistant", "content": " ".join(map(str, self.ids))}
+        choice = {"message": message, "finish_reason": self.reason, "logprobs": None}
+        return {"choices": [choice], "usage": {"prompt_tokens": self.prompt_tokens}}
+
+
+class Recipe:
+    """One id for each character; `kind` in a body is the kind of its constraint."""
+
+    request_error = Refused
+    tokenizer_error = OSError
+
+    def __init__(self, tokenizer_file: Path) -> None:
+        assert tokenizer_file.name == "tokenizer.json"
+        self.bodies: list[Mapping[str, object]] = []
+        self.replies: list[Reply] = []
+
+    def prepare(self, request: Mapping[str, object], protocol: str = "chat") -> SimpleNamespace:
+        self.bodies.append(request)
+        messages = request.get("messages")
+        if not messages:
+            raise Refused("`messages` is missing")
+        kind = request.get("kind")
+        reply = Reply()
+        self.replies.append(reply)
+        logprobs = request.get("logprobs", False)
+        return SimpleNamespace(
+            token_ids=[ord(each) for each in messages[0]["content"]],
+            settings=SimpleNamespace(
+                temperature=request.get("temperature", 1.0),
+                top_p=0.5,
+                seed=7,
+                logprobs=logprobs,
+                top_logprobs=2 if logprobs else None,
+            ),
+            constraint=None if kind is None else {"kind": kind, "schema": ""},
+            left_out=(),
+            max_tokens=lambda limit: min(limit, request.get("max_tokens", 5)),
+            reply=lambda response_id, model, created: reply,
+        )
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    made = Recipe(Path("tokenizer.json"))
+    monkeypatch.setattr("deepinfer_core.llm.find_recipe", lambda model_type, file: made)
+    return made
+
+
+@pytest.fixture
+def llm(scripted, recipe: Recipe, tmp_path: Path) -> Iterator[LLM]:
+    scripted.model_config.model_type = "deepseek_v41"
+    with LLM(tmp_path / "model") as made:
+        yield made
+
+
+def test_a_conversation_is_answered_by_what_the_recipe_reads(llm: LLM, scripted) -> None:
+    (output,) = llm.chat(HELLO)
+    assert output.content == "104 105 104 105 104"
+    assert output.finish_reason == "length"
+    assert output.output.token_ids == (104, 105, 104, 105, 104)
+    params = scripted.requests[0].params
+    assert (params.temperature, params.top_p, params.seed, params.max_tokens) == (1.0, 0.5, 7, 5)
+    assert params.stop == () and params.logprobs is None
+
+
+def test_conversations_come_back_in_order_and_bodies_win_over_fields(llm: LLM, recipe) -> None:
+    outputs = llm.chat(
+        [HELLO, {"messages": HELLO, "temperature": 0.25}, HELLO], temperature=0.5, max_tokens=2
+    )
+    assert [output.index for output in outputs] == [0, 1, 2]
+    assert [body["temperature"] for body in recipe.bodies] == [0.5, 0.25, 0.5]
+    assert {output.content for output in outputs} == {"104 105"}
+
+
+def test_thinking_and_tools_are_fields_of_the_request(llm: LLM, recipe) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    llm.chat(HELLO, thinking=False, tools=(tool,))
+    llm.chat(HELLO, thinking=True)
+    llm.chat(HELLO)
+    first, second, third = recipe.bodies
+    assert first["thinking"] == {"type": "disabled"} and first["tools"] == [tool]
+    assert second["thinking"] == {"type": "enabled"} and "tools" not in second
+    assert "thinking" not in third
+
+
+def test_the_request_ends_when_the_reply_does(llm: LLM, scripted) -> None:
+    scripted.script = lambda request: iter([10, 13, 11, 12, 12])
+    (output,) = llm.chat(HELLO)
+    assert output.content == "10 13"
+    assert output.finish_reason == "stop"
+    assert scripted.finished == [(0, FinishReason.STOP)]
+
+
+def test_the_end_of_sequence_is_no_part_of_the_reply(llm: LLM, scripted) -> None:
+    scripted.script = lambda request: iter([10, 1])
+    (output,) = llm.chat(HELLO)
+    assert output.content == "10"
+    assert output.output.token_ids == (10, 1)
+    assert output.finish_reason == "stop"
+
+
+def test_logprobs_reach_the_reply(llm: LLM, recipe) -> None:
+    llm.chat(HELLO, logprobs=True, max_tokens=1)
+    assert recipe.replies[0].logprobs == [((-0.5, ((104, -0.5), (105, -1.5))),)]
+
+
+def test_what_the_recipe_refuses_is_a_request_error(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="`messages` is missing") as caught:
+        llm.chat([{"messages": []}])
+    assert caught.value.param == "messages"
+    good, bad = llm.chat([HELLO, []], on_error="output")
+    assert good.content and bad.finish_reason == "error"
+    assert bad.response is None and bad.message == {} and bad.content == ""
+    assert bad.error is not None and "`messages` is missing" in bad.error
+
+
+@pytest.mark.parametrize("kind", ["json", "regex"])
+def test_structured_output_is_refused_not_pretended(llm: LLM, kind: str) -> None:
+    with pytest.raises(RequestError, match="cannot enforce"):
+        llm.chat([{"messages": HELLO, "kind": kind}])
+
+
+@pytest.mark.parametrize("kind", ["tool_call", "tool_call_required"])
+def test_tools_need_no_grammar(llm: LLM, kind: str) -> None:
+    assert llm.chat([{"messages": HELLO, "kind": kind}])[0].content
+
+
+@pytest.mark.parametrize("value", ["hi", b"hi", {"messages": HELLO}, 3, None, [3], ["hi"]])
+def test_what_is_no_conversation_is_refused(llm: LLM, value: object) -> None:
+    with pytest.raises(RequestError, match="A conversation is"):
+        llm.chat(value)  # type: ignore[arg-type]
+
+
+def test_without_a_recipe_the_error_names_the_package(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="deepseek-recipe"):
+        find_recipe("another_model", tmp_path)
+
+
+# the command
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, llm, tmp_path: Path):
+    """Run `deepinfer generate --chat` in this process: status, lines, errors."""
+
+    def call(*arguments: str, stdin: bytes = b"") -> tuple[int, list[dict], str]:
+        (tmp_path / "stdin").write_bytes(stdin)
+        with (tmp_path / "stdin").open() as file, pytest.raises(SystemExit) as left:
+            monkeypatch.setattr(sys, "stdin", file)
+            main(["generate", "--chat", "--model", str(tmp_path / "model"), *arguments])
+        out, err = capfd.readouterr()
+        return int(left.value.code or 0), [json.loads(line) for line in out.splitlines()], err
+
+    return call
+
+
+def test_prompts_become_user_messages(run, recipe: Recipe) -> None:
+    status, lines, _ = run("--prompt", "hi", "--max-tokens", "2", "--logprobs", "1")
+    assert status == 0
+    assert lines == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "104 105"},
+            "finish_reason": "length",
+            "logprobs": None,
+            "usage": {"prompt_tokens": 2},
+        }
+    ]
+    assert recipe.bodies[0]["top_logprobs"] == 1 and recipe.bodies[0]["logprobs"] is True
+
+
+def test_lines_are_requests_and_bad_ones_are_named(run) -> None:
+    lines = [{"messages": HELLO, "max_tokens": 1}, {"prompt": "x"}, {"messages": []}]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + "{\n"
+    status, answers, errors = run("-", stdin=text.encode())
+    assert status == 1 and "3 of 4 prompts failed" in errors
+    assert answers[0]["message"] == {"role": "assistant", "content": "104"}
+    assert [set(answer) for answer in answers[1:]] == [{"index", "error"}] * 3
+    messages = [answer["error"]["message"] for answer in answers[1:]]  # type: ignore[index]
+    assert [message[:7] for message in messages] == ["Line 2:", "Line 3:", "Line 4:"]
+
+
+@pytest.mark.parametrize("flags", [("--ignore-eos",), ("--bounded-replay", "off")])
+def test_flags_without_effect_on_chat_are_refused(run, flags: tuple[str, ...]) -> None:
+    status, lines, errors = run("--prompt", "hi", *flags)
+    assert status == 2 and not lines and flags[0] in errors
