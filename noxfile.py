@@ -15,6 +15,17 @@ nox.options.sessions = ["tests", "integration", "lint", "types"]
 PACKAGES = sorted(p.parent.name for p in Path("packages").glob("*/pyproject.toml"))
 MAX_WHEEL_BYTES = 20 * 10**6
 
+# Run where only the recipe is installed.
+ALONE = """
+from importlib.util import find_spec
+from deepseek_recipe import PromptTokenizer, convert, parse, render
+brought = [name for name in ("torch", "numpy", "deepinfer_core") if find_spec(name)]
+assert not brought, f"the recipe brings {brought}"
+body = {"model": "DeepSeek-V4-Pro", "messages": [{"role": "user", "content": "Hi"}]}
+converted = convert(parse("chat", body))
+print(PromptTokenizer.packaged().encode(render(converted.conversation, converted.profile))[-4:])
+"""
+
 
 def sync(session: nox.Session, *args: str) -> None:
     """Make the session's environment hold exactly what the lock file says for these arguments."""
@@ -88,5 +99,19 @@ def build(session: nox.Session) -> None:
         ("deepinfer", "--help"),
         ("python", "-m", "deepinfer_core", "--help"),
         ("deepinfer", "demo"),
+        ("deepseek-recipe", "defaults", "--profile", "v41"),
     ):
         session.run(*command, env={"PYTHONPATH": None})
+    alone(session, next(wheel for wheel in wheels if wheel.name.startswith("deepseek_recipe-")))
+
+
+def alone(session: nox.Session, wheel: Path) -> None:
+    """Install the recipe into an environment of its own: it needs no engine and no torch."""
+    folder = wheel.parent.parent / "alone"
+    session.run_install("uv", "venv", "--quiet", "--clear", str(folder))
+    python = str(folder / "bin" / "python")
+    session.run_install(
+        "uv", "pip", "install", "--quiet", "--python", python, f"{wheel}[tokenizer]"
+    )
+    session.run(python, "-c", ALONE, external=True)
+    session.run(str(folder / "bin" / "deepseek-recipe"), "defaults", "--profile=v4", external=True)
