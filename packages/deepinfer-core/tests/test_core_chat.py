@@ -30,6 +30,7 @@ class Reply:
     ids: list[int] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
     reason: str | None = None
+    malformed: tuple[str, ...] = ("odd",)
 
     @property
     def finished(self) -> bool:
@@ -87,8 +88,10 @@ class Recipe:
                 logprobs=logprobs,
                 top_logprobs=2 if logprobs else None,
             ),
-            constraint=None if kind is None else {"kind": kind, "schema": ""},
+            constraint=None if kind is None else {"kind": kind, "schema": request["schema"]},
+            images=request.get("images", ()),
             left_out=(),
+            overridden=("top_p",),
             max_tokens=lambda limit: min(limit, request.get("max_tokens", 5)),
             reply=lambda response_id, model, created: reply,
         )
@@ -172,12 +175,35 @@ def test_what_the_recipe_refuses_is_a_request_error(llm: LLM) -> None:
 @pytest.mark.parametrize("kind", ["json", "regex"])
 def test_structured_output_is_refused_not_pretended(llm: LLM, kind: str) -> None:
     with pytest.raises(RequestError, match="cannot enforce"):
-        llm.chat([{"messages": HELLO, "kind": kind}])
+        llm.chat([{"messages": HELLO, "kind": kind, "schema": ""}])
 
 
 @pytest.mark.parametrize("kind", ["tool_call", "tool_call_required"])
-def test_tools_need_no_grammar(llm: LLM, kind: str) -> None:
-    assert llm.chat([{"messages": HELLO, "kind": kind}])[0].content
+def test_tools_need_no_grammar_unless_they_are_strict(llm: LLM, kind: str) -> None:
+    body = {"messages": HELLO, "kind": kind, "schema": '[{"function": {"name": "f"}}]'}
+    assert llm.chat([body])[0].content
+    strict = {**body, "schema": '[{"function": {"name": "f", "strict": true}}]'}
+    with pytest.raises(RequestError, match="'f' is `strict`"):
+        llm.chat([strict])
+
+
+def test_images_are_refused_before_anything_runs(llm: LLM, scripted) -> None:
+    with pytest.raises(RequestError, match=r"2 image\(s\)"):
+        llm.chat([{"messages": HELLO, "images": (1, 2)}])
+    assert scripted.requests == []
+
+
+def test_an_output_tells_what_was_malformed_and_what_was_overridden(llm: LLM) -> None:
+    (output,) = llm.chat(HELLO)
+    assert output.malformed == ("odd",) and output.overridden == ("top_p",)
+
+
+@pytest.mark.parametrize("value", ["disabled", 0, 1, [True]])
+def test_thinking_is_a_switch_or_the_field_itself(llm: LLM, recipe, value: object) -> None:
+    llm.chat(HELLO, thinking={"type": "disabled"})
+    assert recipe.bodies[0]["thinking"] == {"type": "disabled"}
+    with pytest.raises(RequestError, match="`thinking` is"):
+        llm.chat(HELLO, thinking=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["hi", b"hi", {"messages": HELLO}, 3, None, [3], ["hi"]])
@@ -219,6 +245,8 @@ def test_prompts_become_user_messages(run, recipe: Recipe) -> None:
             "finish_reason": "length",
             "logprobs": None,
             "usage": {"prompt_tokens": 2},
+            "malformed": ["odd"],
+            "overridden": ["top_p"],
         }
     ]
     assert recipe.bodies[0]["top_logprobs"] == 1 and recipe.bodies[0]["logprobs"] is True

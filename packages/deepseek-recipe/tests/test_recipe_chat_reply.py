@@ -342,7 +342,10 @@ def test_logprobs_need_a_tokenizer_of_the_writer(v4_tokenizer: PromptTokenizer) 
 def test_any_text_is_framed_as_one_line_of_json(text: str) -> None:
     events, _ = run(stream_for(OFF), [TextChunk(f"a{text}", 1)])
     for event in events:
-        assert event.sse() == f"data: {event.data}\n\n"
+        framed = event.sse()
+        # also for a reader that takes every line break of Unicode for one
+        assert framed.splitlines() == [framed[:-2], ""] and framed.startswith("data: ")
+        assert json.loads(framed.removeprefix("data: ")) == event.payload()
         assert not {"\n", "\r"} & set(event.data)
     assert events[1].payload()["choices"][0]["delta"] == {"content": f"a{text}"}
 

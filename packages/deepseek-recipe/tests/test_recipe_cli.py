@@ -216,6 +216,23 @@ def test_render_prints_prompt_ids_ranges_settings_and_parsing(run: Run) -> None:
     assert names == ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>"]
 
 
+def test_a_model_of_ones_own_has_the_profile_of_the_flag(run: Run) -> None:
+    named = run("render", *V4, stdin={**CHAT, "model": "mine"})
+    assert named == run("render", *V4, stdin=CHAT)
+
+
+def test_what_has_no_effect_is_listed(run: Run) -> None:
+    body = {**CHAT, "thinking": {"type": "enabled"}, "temperature": 0.5, "top_p": 1, "x": 1}
+    _, answer = run("render", *V4, "--unsupported", "ignore", stdin=body)
+    assert answer["overridden"] == ["temperature"] and answer["left_out"] == ["x"]
+
+
+def test_parse_counts_the_prompt_itself(run: Run) -> None:
+    _, rendered = run("render", *V4, stdin=CHAT)
+    _, answer = run("parse", *V4, stdin={"request": CHAT, "text": "Hello"})
+    assert answer["response"]["usage"]["prompt_tokens"] == len(rendered["token_ids"])
+
+
 def test_tokenize_prints_ids_and_their_texts(run: Run) -> None:
     status, answer = run("tokenize", *V4, stdin=CHAT)
     assert status == 0 and answer["num_tokens"] == len(answer["token_ids"]) == len(answer["tokens"])
@@ -281,7 +298,6 @@ def test_defaults_need_no_input(run: Run, profile: str) -> None:
         ("render", b'"\xff"', "parse", "JSON"),
         ("render", b"[" * 100_000, "parse", "JSON"),
         ("render", {"messages": []}, "parse", "model"),
-        ("render", {**CHAT, "model": "x"}, "convert", "x"),
         ("render", {**CHAT, "colour": 1}, "convert", "colour"),
         ("render", {**CHAT, "model": "DeepSeek-V4.1-Flash"}, "input", "profile"),
         ("parse", {"request": CHAT}, "parse", "nothing"),
@@ -290,6 +306,8 @@ def test_defaults_need_no_input(run: Run, profile: str) -> None:
         ("parse", {"request": 3, "text": ""}, "parse", "request"),
         ("parse", {"request": CHAT, "token_ids": [10**9]}, "input", "1000000000"),
         ("parse", {"request": CHAT, "token_ids": "abc"}, "parse", "ids"),
+        ("parse", {"request": CHAT, "text": "", "finish_reason": "x"}, "parse", "finish_reason"),
+        ("parse", {"request": CHAT, "text": "", "prompt_tokens": -1}, "parse", "prompt_tokens"),
         ("parse", {"request": CHAT, "model_output_chunks": [{"kind": "x"}]}, "parse", "kind"),
     ],
 )

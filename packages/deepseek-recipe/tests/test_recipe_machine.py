@@ -170,9 +170,37 @@ def test_look_alikes_of_marks_are_text() -> None:
 
 
 def test_other_special_tokens_become_their_spelling(v41_tokenizer: PromptTokenizer) -> None:
-    assert joined(read([USER, 1], tokenizer=v41_tokenizer))[0] == Text(
-        "<｜User｜><｜end▁of▁sentence｜>"
+    assert joined(read([USER, 1, 68], tokenizer=v41_tokenizer))[0] == Text(
+        "<｜User｜><｜end▁of▁sentence｜>b"
     )
+
+
+@pytest.mark.parametrize("before", [[], [68], [68, 1], [28927]])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_end_token_at_the_end_is_no_part_of_the_reply(
+    before: list[int], reason: str, v41_tokenizer: PromptTokenizer
+) -> None:
+    def events(*chunks: list[int]) -> list[Event]:
+        machine = ReplyMachine(ParsingOptions(), V41, v41_tokenizer)
+        for chunk in chunks:
+            machine.feed_all(chunk)
+        return joined(machine.close(reason))
+
+    without = events(before)
+    assert events([*before, 1]) == events(*[[each] for each in [*before, 1]])
+    if before[-1:] == [1]:
+        assert "<｜end▁of▁sentence｜>" in str(events([*before, 1]))
+    else:
+        assert events([*before, 1]) == without
+
+
+def test_an_end_token_before_text_is_text(v41_tokenizer: PromptTokenizer) -> None:
+    machine = ReplyMachine(ParsingOptions(), V41, v41_tokenizer)
+    machine.feed(1)
+    machine.feed_text("")
+    assert machine.drain() == []
+    machine.feed_text("x")
+    assert joined(machine.close()) == [Text("<｜end▁of▁sentence｜>x"), STOP]
 
 
 def test_characters_are_put_together_from_several_tokens(v41_tokenizer: PromptTokenizer) -> None:

@@ -23,14 +23,16 @@ def vocabulary_folder() -> str:
 
 def test_examples_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, object] = {}
     for block in blocks:
         exec(block.replace("MODEL_FOLDER", vocabulary_folder()), names)
     out = capsys.readouterr().out
     assert "<｜begin▁of▁sentence｜><｜User｜>What is 2+2?<｜Assistant｜></think>" in out
     assert out.count("It is four.") >= 3 and "data: [DONE]" in out
-    assert "{'role': 'assistant', 'content'" in out.splitlines()[-1]
+    good, bad = out.splitlines()[-2:]
+    assert good.startswith("(200, ") and "'content': 'Hello!'" in good
+    assert bad.startswith("(400, ") and "messages" in bad
 
 
 def test_field_tables_are_those_of_the_models() -> None:
@@ -39,6 +41,6 @@ def test_field_tables_are_those_of_the_models() -> None:
 
 def test_commands_have_flags_that_exist() -> None:
     commands = re.findall(r"^deepseek-recipe ([^<#\n]*)", README, re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         _parser().parse_args(shlex.split(command))

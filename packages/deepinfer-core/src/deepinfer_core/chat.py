@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,6 @@ __all__ = ["ChatReader", "ChatRequest", "Conversations", "Follower", "bodies_of"
 Message = Mapping[str, object]
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 
-# Structured output needs a matcher in the sampler, which this version does not have.
-_ENFORCED_ELSEWHERE = ("json", "regex")
-
 
 @dataclass(frozen=True)
 class ChatRequest:
@@ -32,12 +30,19 @@ class ChatRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     reply: Reply
+    overridden: tuple[str, ...] = ()
 
     def output(self, output: RequestOutput) -> ChatOutput:
         """Return what the caller sees of a request that has ended."""
         reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
         self.reply.finish(reason)
-        return ChatOutput(output.index, output, self.reply.response())
+        return ChatOutput(
+            output.index,
+            output,
+            self.reply.response(),
+            malformed=tuple(self.reply.malformed),
+            overridden=self.overridden,
+        )
 
 
 class Follower:
@@ -89,11 +94,19 @@ class ChatReader:
             raise RequestError(
                 str(error), param=getattr(error, "param", None), code=code
             ) from error
-        _check_constraint(prepared)
+        if prepared.images:
+            raise RequestError(
+                f"The messages have {len(prepared.images)} image(s), but image input is not "
+                "served; leave them out.",
+                param="messages",
+                code="image_input",
+            )
+        _check_constraint(prepared.constraint)
         return ChatRequest(
             tuple(prepared.token_ids),
             _params(prepared, max_tokens),
             prepared.reply(f"chatcmpl-{uid}", self._model, int(time.time())),
+            tuple(prepared.overridden),
         )
 
 
@@ -134,15 +147,26 @@ def _no_conversation(value: object) -> RequestError:
     )
 
 
-def _check_constraint(prepared: PreparedRequest) -> None:
-    constraint = prepared.constraint
-    if constraint is not None and constraint["kind"] in _ENFORCED_ELSEWHERE:
+def _check_constraint(constraint: Mapping[str, str] | None) -> None:
+    """Refuse what a grammar would have to enforce. Tools need none: the prompt asks for calls."""
+    if constraint is None:
+        return
+    if constraint["kind"] in ("json", "regex"):
         raise RequestError(
             f"`response_format` asks for output that matches a {constraint['kind']} grammar, which "
             'this version cannot enforce; leave it out, or use {"type": "text"}.',
             param="response_format",
             code="unsupported_response_format",
         )
+    for tool in json.loads(constraint["schema"]):
+        function = tool["function"]
+        if function.get("strict"):
+            raise RequestError(
+                f"The tool {shown(function['name'])} is `strict`, but this version cannot enforce "
+                "that arguments match its schema; leave `strict` out.",
+                param="tools",
+                code="unsupported_strict",
+            )
 
 
 def _params(prepared: PreparedRequest, max_tokens: int) -> SamplingParams:

@@ -939,6 +939,10 @@ class Reply(Protocol):
     def finished(self) -> bool:
         """Whether the reply has ended, maybe by a stop text, so that no more ids are wanted."""
 
+    @property
+    def malformed(self) -> Sequence[str]:
+        """Text of the model that fits nowhere; no event and no response holds it."""
+
     def start(self, prompt_tokens: int, cached_tokens: int) -> Sequence[ReplyEvent]:
         """Begin; says how long the prompt was, and how much of it was in the prefix index."""
 
@@ -947,7 +951,7 @@ class Reply(Protocol):
         token_ids: Sequence[int],
         logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] | None = None,
     ) -> Sequence[ReplyEvent]:
-        """Take the next ids, end-of-sequence ids left out.
+        """Take the next ids; an end-of-sequence id at the end of the reply is no part of it.
 
         Args:
             token_ids: as produced.
@@ -1004,8 +1008,16 @@ class PreparedRequest(Protocol):
         """
 
     @property
+    def images(self) -> Sequence[object]:
+        """What the image placeholders among the ids stand for."""
+
+    @property
     def left_out(self) -> Sequence[str]:
         """Fields of the request that are not honoured and were ignored."""
+
+    @property
+    def overridden(self) -> Sequence[str]:
+        """Fields of the request that the checkpoint's own settings replaced."""
 
     def max_tokens(self, context_limit: int) -> int:
         """Return how many tokens the reply may have; `request_error` if the prompt is too long."""

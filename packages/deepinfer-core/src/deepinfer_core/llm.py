@@ -167,7 +167,7 @@ class LLM:
         conversations: Conversations,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
-        thinking: bool | None = None,
+        thinking: bool | Mapping[str, object] | None = None,
         on_step: Callable[[Sequence[ChatOutput]], None] | None = None,
         on_error: OnError = "raise",
         **fields: object,
@@ -175,14 +175,15 @@ class LLM:
         """Answer conversations; returns one output for each, in the order given.
 
         The package `deepseek-recipe` states the format. Sampling settings are the checkpoint's own
-        where a field is left out.
+        where a field is left out, and partly where it is not (`ChatOutput.overridden`).
 
         Args:
             conversations: a list of messages as in Chat Completions, such as
                 `[{"role": "user", "content": "Hello"}]`, a list of such lists, or a list of whole
                 request bodies.
             tools: functions that the assistant may call, as in Chat Completions.
-            thinking: whether to reason before the answer; None leaves it to the recipe.
+            thinking: whether to reason before the answer, or the field of Chat Completions; None
+                leaves it to the recipe.
             on_step, on_error: as for `generate`.
             fields: further fields of a Chat Completions request, such as `temperature`,
                 `max_tokens`, `reasoning_effort`, `tool_choice`, `seed`, `stop` or `logprobs`.
@@ -191,7 +192,14 @@ class LLM:
             ConfigError: there is no recipe for the model.
             RequestError: a request is invalid; the message says which.
         """
-        mode = None if thinking is None else {"type": "enabled" if thinking else "disabled"}
+        mode = thinking
+        if isinstance(thinking, bool):
+            mode = {"type": "enabled" if thinking else "disabled"}
+        elif thinking is not None and not isinstance(thinking, Mapping):
+            raise RequestError(
+                f'`thinking` is {shown(thinking)}; allowed: True, False or {{"type": ...}}.',
+                param="thinking",
+            )
         given = {**fields, "tools": None if tools is None else list(tools), "thinking": mode}
         _check_on_error(on_error)
         bodies = bodies_of(conversations, given)

@@ -335,11 +335,15 @@ class ChatOutput:
         index: place of the conversation in the caller's list.
         output: the request as such: ids, raw text, errors.
         response: the whole response as Chat Completions states it; None if the request was refused.
+        malformed: text of the model that fits nowhere in the message, such as broken tool markup.
+        overridden: fields of the request that the checkpoint's own settings replaced.
     """
 
     index: int
     output: RequestOutput
     response: Mapping[str, object] | None
+    malformed: tuple[str, ...] = ()
+    overridden: tuple[str, ...] = ()
 
     @property
     def message(self) -> Mapping[str, object]:

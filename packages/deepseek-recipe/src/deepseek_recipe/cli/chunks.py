@@ -21,7 +21,7 @@ from deepseek_recipe.decoding.events import (
 )
 from deepseek_recipe.errors import BodyError, shown
 
-__all__ = ["expand", "mapping", "read_chunks"]
+__all__ = ["expand", "mapping", "read_chunks", "read_finish", "read_ids"]
 
 _MAX_REPEATED = 2**26  # characters
 
@@ -56,6 +56,18 @@ def expand(value: JsonValue) -> JsonValue:
     )
 
 
+def read_ids(value: JsonValue, name: str) -> list[int]:
+    """Return the token ids of a JSON list, or raise `BodyError` that names it."""
+    return [_count(each, name) for each in _list(value, name)]
+
+
+def read_finish(value: JsonValue, name: str) -> BackendFinish:
+    """Return the end of a reply for a reason, or raise `BodyError` that names it."""
+    if value in ("stop", "length", "content_filter"):
+        return BackendFinish(value)
+    raise _bad(name, value, "'stop', 'length' or 'content_filter'")
+
+
 def _chunk(item: JsonValue, name: str) -> Chunk:
     if not isinstance(item, dict):
         raise _bad(name, item, "an object with `kind`")
@@ -71,13 +83,10 @@ def _chunk(item: JsonValue, name: str) -> Chunk:
             _text(item.get("text"), f"{name}.text"), _count(item.get("n"), f"{name}.n")
         )
     if kind == "tokens":
-        ids = [_count(each, f"{name}.ids") for each in _list(item.get("ids"), f"{name}.ids")]
+        ids = read_ids(item.get("ids"), f"{name}.ids")
         return TokenChunk(ids, _logprobs(item.get("logprobs"), ids, f"{name}.logprobs"))
     if kind == "finish":
-        reason = item.get("reason")
-        if reason in ("stop", "length", "content_filter"):
-            return BackendFinish(reason)
-        raise _bad(f"{name}.reason", reason, "'stop', 'length' or 'content_filter'")
+        return read_finish(item.get("reason"), f"{name}.reason")
     raise _bad(f"{name}.kind", kind, "'ready', 'text', 'tokens' or 'finish'")
 
 

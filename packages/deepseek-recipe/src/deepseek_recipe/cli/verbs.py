@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from deepseek_recipe.cli.chunks import expand, mapping, read_chunks
+from deepseek_recipe.cli.chunks import expand, mapping, read_chunks, read_finish, read_ids
 from deepseek_recipe.conversation import JsonValue
-from deepseek_recipe.decoding.events import BackendFinish, Chunk
+from deepseek_recipe.decoding.events import BackendFinish, Chunk, Ready, TextChunk, TokenChunk
 from deepseek_recipe.decoding.stream import ReplyStream, ServerEvent
 from deepseek_recipe.encoding.profile import PROFILES, profile_named
 from deepseek_recipe.encoding.prompt import Prompt, render
@@ -28,7 +29,7 @@ from deepseek_recipe.errors import (
 from deepseek_recipe.json_text import load
 from deepseek_recipe.options import ConversionOptions
 from deepseek_recipe.protocols.converted import ConvertedRequest
-from deepseek_recipe.protocols.dispatch import PROTOCOLS, convert, parse, reply_stream
+from deepseek_recipe.protocols.dispatch import PROTOCOLS, Request, convert, parse, reply_stream
 from deepseek_recipe.settings import default_max_tokens, sampling_settings
 
 __all__ = ["RenderedRequest", "Verbs", "defaults", "error_line"]
@@ -70,7 +71,7 @@ class Verbs:
 
     def request(self, body: bytes, protocol: str, profile: str) -> RenderedRequest:
         """Return a request body's prompt."""
-        return self._rendered(_converted(body, protocol, profile, self._options))
+        return self._rendered(self._converted_for(body, protocol, profile))
 
     def render(self, request: RenderedRequest) -> dict[str, object]:
         """Return what `render` prints."""
@@ -110,7 +111,10 @@ class Verbs:
                 maybe `finish_reason`, `prompt_tokens`, and keys that `parse_line` reads.
         """
         line = _object(body)
-        converted = _converted(_request_of(line), protocol, profile, self._options)
+        request = json.dumps(_request_of(line)).encode()
+        converted = self._converted_for(request, protocol, profile)
+        if "prompt_tokens" not in line:
+            line = {**line, "prompt_tokens": len(self._rendered(converted).token_ids)}
         return self._replied(line, converted, _chunks_of(line, self.tokenizer))
 
     def render_line(self, text: bytes) -> dict[str, object]:
@@ -144,6 +148,12 @@ class Verbs:
         except RecipeError as error:
             return {**_label(line), **error_line(error, line.get("protocol"))}
 
+    def _converted_for(self, body: bytes, protocol: str, profile: str) -> ConvertedRequest:
+        """Convert a body; a model whose name is not known is one of the profile."""
+        request = parse(protocol, body)
+        models = {request.model: profile, **self._options.models}
+        return _converted(request, profile, replace(self._options, models=models))
+
     def _rendered(self, converted: ConvertedRequest) -> RenderedRequest:
         profile = fitted_profile(converted.profile, self.tokenizer)
         prompt = render(converted.conversation, profile)
@@ -160,7 +170,7 @@ class Verbs:
                 f"`version` is {shown(profile)}; allowed: {' or '.join(map(repr, PROFILES))}."
             )
         options = _with_line_options(self._options, line.get("options"))
-        return _converted(_request_of(line), str(protocol), str(profile), options)
+        return _converted(parse(str(protocol), _request_of(line)), str(profile), options)
 
     def _replied(
         self, line: Mapping[str, JsonValue], converted: ConvertedRequest, chunks: list[Chunk]
@@ -234,13 +244,8 @@ def error_line(error: RecipeError, protocol: object) -> dict[str, object]:
     return {"error": {"stage": stage, "status_code": None, "body": body}}
 
 
-def _converted(
-    body: bytes | str | Mapping[str, JsonValue],
-    protocol: str,
-    profile: str,
-    options: ConversionOptions,
-) -> ConvertedRequest:
-    converted = convert(parse(protocol, body), options)
+def _converted(request: Request, profile: str, options: ConversionOptions) -> ConvertedRequest:
+    converted = convert(request, options)
     if converted.profile.name != profile:
         raise OptionError(
             f"The request is for a model of the profile {converted.profile.name!r}, not "
@@ -273,13 +278,16 @@ def _chunks_of(line: Mapping[str, JsonValue], tokenizer: PromptTokenizer) -> lis
         )
     if given == ["model_output_chunks"]:
         return read_chunks(line["model_output_chunks"])
-    chunk: dict[str, JsonValue] = {"kind": "tokens", "ids": line.get("token_ids")}
     if given == ["text"]:
-        num_tokens = tokenizer.count(_text(line, "text", ""))
-        chunk = {"kind": "text", "text": line["text"], "n": num_tokens}
-    ready = {"kind": "ready", "prompt_tokens": line.get("prompt_tokens", 0)}
-    finish = {"kind": "finish", "reason": line.get("finish_reason", "stop")}
-    return read_chunks([ready, chunk, finish], "reply")
+        text = _text(line, "text", "")
+        chunk: Chunk = TextChunk(text, tokenizer.count(text))
+    else:
+        chunk = TokenChunk(read_ids(line["token_ids"], "token_ids"))
+    return [
+        Ready(_integer(line, "prompt_tokens")),
+        chunk,
+        read_finish(line.get("finish_reason", "stop"), "finish_reason"),
+    ]
 
 
 def _pushed(stream: ReplyStream, chunks: list[Chunk]) -> list[ServerEvent]:
@@ -328,7 +336,9 @@ def _label(line: Mapping[str, JsonValue]) -> dict[str, object]:
 
 
 def _left_out(converted: ConvertedRequest) -> dict[str, object]:
-    return {"left_out": list(converted.left_out)} if converted.left_out else {}
+    """Return what of a request has no effect, where there is any."""
+    lists = {"left_out": list(converted.left_out), "overridden": list(converted.overridden)}
+    return {name: names for name, names in lists.items() if names}
 
 
 def _text(line: Mapping[str, JsonValue], name: str, default: str) -> str:
@@ -340,8 +350,8 @@ def _text(line: Mapping[str, JsonValue], name: str, default: str) -> str:
 
 def _integer(line: Mapping[str, JsonValue], name: str) -> int:
     value = line.get(name, 0)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BodyError(f"`{name}` is {shown(value)}; it must be an integer.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BodyError(f"`{name}` is {shown(value)}; it must be an integer from 0.")
     return value
 
 

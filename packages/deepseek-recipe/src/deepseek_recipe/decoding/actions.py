@@ -80,7 +80,7 @@ class Actions:
 
     def reasoning(self, text: str) -> None:
         """Pass on reasoning, except newlines at its end."""
-        self._out.say(Reasoning, *self._out.without_newlines(text))
+        self._out.emit(Reasoning, *self._out.without_newlines(text))
 
     def end_reasoning(self, text: str) -> str:
         """Drop the newlines in front of the end, and say what kind of content follows."""
@@ -90,18 +90,18 @@ class Actions:
     def cut_reasoning(self, text: str) -> None:
         """Pass on what was held."""
         self.reasoning(text)
-        self._out.say(Reasoning, *self._out.newlines())
+        self._out.emit(Reasoning, *self._out.newlines())
 
     def content(self, text: str) -> None:
         """Pass on content, except newlines at its end where they may be dropped."""
         if self._tools:
-            self._out.say(Text, *self._out.without_newlines(text))
+            self._out.emit(Text, *self._out.without_newlines(text))
         else:
-            self._out.say(Text, text, self._out.position)
+            self._out.emit(Text, text, self._out.position)
 
     def release(self, text: str) -> None:
         """Pass on the newlines in front of something that is not content."""
-        self._out.say(Text, *self._out.newlines())
+        self._out.emit(Text, *self._out.newlines())
 
     def cut_content(self, text: str) -> None:
         """Pass on what was held."""
@@ -163,7 +163,7 @@ class Actions:
     def begin_bare(self, text: str) -> None:
         """Begin the JSON value with its first character."""
         self.begin_fenced("")
-        self._out.say(Text, text, self._out.position)
+        self._out.emit(Text, text, self._out.position)
 
     def end_fenced(self, text: str) -> None:
         """Begin the text behind the fence."""
@@ -189,6 +189,10 @@ class Actions:
     def waste(self, text: str) -> None:
         """Keep text that fits nowhere."""
         self._waste.add(text, _OUTSIDE)
+
+    def waste_behind(self, text: str) -> None:
+        """Keep text that stands behind the block's end."""
+        self._waste.add(text, "text behind the tool block")
 
     def waste_rest(self, text: str) -> None:
         """Keep what a call's tag has besides the name."""
@@ -222,7 +226,7 @@ class Actions:
         self._tag.append(text)
         kind = kind_of_tag("".join(self._tag[1:]))
         if kind == "invoke":
-            self._waste.tell()
+            self._waste.flush()
             self._end_call()
         elif kind != "parameter":
             self._waste_tag("", _NO_CALL_TAG)
@@ -233,7 +237,7 @@ class Actions:
         tail = "".join(self._tag[1:]) + text
         if kind_of_tag(tail) == "block":
             self._tag.clear()
-            self._waste.tell()
+            self._waste.flush()
         else:
             self._waste_tag(text, "a closing tag without an opening one")
         return "block" if closes_block(tail) else "other"
@@ -264,7 +268,7 @@ class Actions:
             self._waste_tag(text, "a call without a name")
             return "unnamed"
         self._tag.clear()
-        self._waste.tell()
+        self._waste.flush()
         self.call = Arguments()
         self._out.events.append(ToolStart(self.num_calls, name))
         self.num_calls += 1
@@ -272,7 +276,7 @@ class Actions:
 
     def end_call(self, text: str) -> None:
         """End the open call by a closing tag."""
-        self._waste.tell()
+        self._waste.flush()
         self._end_call()
         self._tag.append(text)
 
@@ -302,7 +306,7 @@ class Actions:
             self._waste_tag(text, "a parameter that the call has already")
             return "other"
         self._tag.clear()
-        self._waste.tell()
+        self._waste.flush()
         self._argue(call.begin(self._key))
         if kind == 'true"':
             self._argue('"')
@@ -378,7 +382,7 @@ class Actions:
 
     def finish(self) -> None:
         """Tell what fits nowhere and was not yet told."""
-        self._waste.tell()
+        self._waste.flush()
 
     # -- helpers ----------------------------------------------------------------------------------
 

@@ -6,7 +6,25 @@ understood, layout around it, newlines at the begin of reasoning or content and 
 end, and a stop text with all that follows. (A value that is not JSON is in the arguments, as a
 string, and in `Malformed`.)
 
-All states and all ways from one to another are in `states.py`.
+All states and all ways from one to another are in `states.py`. One reply on its way, MARK being the
+tool mark's id, with `thinking_initial_stage="reasoning_start"` and `parse_tool_calls`:
+
+    read                      state               action          event
+    \n                        REASONING_START     skip
+    I see.                    REASONING           reasoning       Reasoning("I see.")
+    </think> (id)             REASONING           end_reasoning
+    Let me look               CONTENT             content         Text("Let me look")
+    \n\n<MARK                 CONTENT             enter_block     (the newlines are dropped)
+    calls>                    BLOCK_TAG           head
+    \n <MARK invoke name="    BLOCK, BLOCK_TAG    waste, head     (blanks alone are layout)
+    find"                     CALL_NAME           begin_call      ToolStart(0, "find")
+    > <MARK parameter name="  CALL, PARAMETER_TAG head_in_call
+    q" string="               KEY                 end_key         ToolArguments(0, '{"q"') ...
+    true">                    VALUE_KIND          begin_value
+    x                         STRING_VALUE        string          ToolArguments(0, "x")
+    </MARK parameter>         STRING_VALUE        end_string      ToolArguments(0, '"')
+    </MARK invoke>            CALL                end_call        ToolArguments(0, "}"), ToolEnd(0)
+    </MARK calls>             BLOCK, BLOCK_END    end_block
 """
 
 from __future__ import annotations
@@ -54,6 +72,8 @@ class ReplyMachine:
     __slots__ = (
         "_actions",
         "_closed",
+        "_eos_id",
+        "_held_eos",
         "_length",
         "_output",
         "_parsing",
@@ -96,6 +116,8 @@ class ReplyMachine:
         self._parsing = parsing
         self._spelling = Spelling(profile)
         self._tokens = None if tokenizer is None else TokenText(tokenizer, self._spelling)
+        self._eos_id = None if tokenizer is None else tokenizer.special_id(profile.tokens.eos)
+        self._held_eos = False  # the last token was the end-of-sequence one
         self._output = Output(self._spelling)
         self._tools = parsing.parse_tool_calls or parsing.starts_in_tool_calls
         self._actions = Actions(self._output, tools=self._tools, json=parsing.parse_json_output)
@@ -143,6 +165,12 @@ class ReplyMachine:
             for token_id in token_ids:
                 tokens.complete(token_id)  # refuses an unknown id before any is taken in
         text = ""
+        if token_ids:
+            self._release_eos(tokens)
+            if token_ids[-1] == self._eos_id:
+                # dropped if nothing follows: many backends report the token that ended a reply
+                self._held_eos = True
+                token_ids = token_ids[:-1]
         for place, token_id in enumerate(token_ids):
             piece = tokens.complete(token_id)
             if piece is None:
@@ -170,8 +198,11 @@ class ReplyMachine:
         """
         if self.finished:
             raise ReplyError(_FINISHED)
-        if self._tokens is not None and self._tokens.pending:
-            self._take(self._flushed(self._tokens), spelled=False)
+        if self._tokens is not None:
+            if text:
+                self._release_eos(self._tokens)
+            if self._tokens.pending:
+                self._take(self._flushed(self._tokens), spelled=False)
         self._take(without_surrogates(text), spelled=True)
 
     def close(self, reason: str = "stop") -> list[Event]:
@@ -219,6 +250,15 @@ class ReplyMachine:
         return events
 
     # -- the machine ------------------------------------------------------------------------------
+
+    def _release_eos(self, tokens: TokenText) -> None:
+        """Read an end-of-sequence token that ended nothing: its spelling is text."""
+        if not self._held_eos:
+            return
+        self._held_eos = False
+        assert self._eos_id is not None, "it was held by its id"
+        text = self._flushed(tokens) if tokens.pending else ""
+        self._take(text + (tokens.complete(self._eos_id) or ""), spelled=False)
 
     def _flushed(self, tokens: TokenText, offset: int = 0) -> str:
         text = tokens.flush()

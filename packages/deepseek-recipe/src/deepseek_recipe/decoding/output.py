@@ -34,7 +34,7 @@ class Output:
         # (first offset, offset behind the last, log-probability) of tokens not yet shown
         self._logprobs: deque[tuple[int, int, TokenLogprob]] = deque()
 
-    def say(self, kind: Kind, text: str, start: int) -> None:
+    def emit(self, kind: Kind, text: str, start: int) -> None:
         """Write an event for a text that begins at an offset."""
         if self._logprobs:
             logprobs = self.logprobs(start, start + len(text))
@@ -103,7 +103,7 @@ class Waste:
         if self._why is None and text.strip():
             self._why = why
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Write what came together, if it is more than layout."""
         if self._why is not None:
             self._output.malformed("".join(self._parts), self._why)

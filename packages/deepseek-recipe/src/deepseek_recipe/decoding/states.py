@@ -45,7 +45,7 @@ class State(Enum):
     VALUE_END = auto()  # behind the `</MARK` that ended a value
     BAD_PARAMETER = auto()
     BAD_PARAMETER_END = auto()
-    BEHIND_BLOCK = auto()  # what follows the block is not read
+    BEHIND_BLOCK = auto()  # what follows the block fits nowhere
 
 
 Action: TypeAlias = Callable[[Actions, str], str | None]
@@ -209,7 +209,7 @@ ROWS: Final[Mapping[State, Row]] = MappingProxyType(
                 Signal.CLOSE: (_A.retag, _S.BLOCK_END),
             },
         ),
-        _S.BEHIND_BLOCK: Row(text=_A.waste, cut=_A.cut_tag, on={}),
+        _S.BEHIND_BLOCK: Row(text=_A.waste_behind, cut=_A.waste_behind, on={}),
         # ---- calls
         _S.CALL_NAME: Row(
             text=_A.name,

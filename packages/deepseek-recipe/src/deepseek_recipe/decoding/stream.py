@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["ReplyStream", "ReplyWriter", "ServerEvent", "Usage"]
 
 
+# Beside those that JSON escapes anyway; they can stand inside JSON strings only.
+_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
     """One event for the client.
@@ -43,10 +48,14 @@ class ServerEvent:
         return json.loads(self.data)
 
     def sse(self) -> str:
-        """Return the event as it goes over the wire."""
-        if self.name is None:
-            return f"data: {self.data}\n\n"
-        return f"event: {self.name}\ndata: {self.data}\n\n"
+        """Return the event as it goes over the wire.
+
+        What some readers take for a line break is escaped: the data stays the same JSON.
+        """
+        data = self.data
+        if not data.isascii():
+            data = _LINE_BREAKS.sub(lambda found: f"\\u{ord(found[0]):04x}", data)
+        return f"data: {data}\n\n" if self.name is None else f"event: {self.name}\ndata: {data}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,7 @@ class ReplyStream:
 
     __slots__ = (
         "_completion_tokens",
+        "_ids_only",
         "_machine",
         "_malformed",
         "_ready",
@@ -123,6 +133,7 @@ class ReplyStream:
         self._tokenizer = tokenizer
         self._ready: Ready | None = None
         self._completion_tokens = 0
+        self._ids_only = True
         self._reasoning: list[str] = []
         self._malformed: list[Malformed] = []
         self.finished = False
@@ -154,6 +165,7 @@ class ReplyStream:
             self._completion_tokens += len(chunk.token_ids)
         elif isinstance(chunk, TextChunk):
             machine.feed_text(chunk.text)
+            self._ids_only = False
             self._completion_tokens += chunk.num_tokens
         elif isinstance(chunk, Ready):
             if self._ready is not None:
@@ -211,6 +223,9 @@ class ReplyStream:
     def _usage(self) -> Usage:
         assert self._ready is not None, "a reply starts before it ends"
         count = None if self._tokenizer is None else self._tokenizer.count("".join(self._reasoning))
+        if count is not None and self._ids_only:
+            # a model may write a text in fewer tokens than the tokenizer would
+            count = min(count, self._completion_tokens)
         return Usage(
             prompt_tokens=self._ready.prompt_tokens,
             cached_tokens=self._ready.cached_tokens,

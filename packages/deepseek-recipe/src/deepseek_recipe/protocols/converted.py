@@ -10,7 +10,7 @@ from typing import Literal
 from deepseek_recipe.conversation import Conversation, GenerationSettings, ParsingOptions
 from deepseek_recipe.encoding.profile import Profile
 from deepseek_recipe.protocols.fields import Body
-from deepseek_recipe.settings import resolve_max_tokens
+from deepseek_recipe.settings import resolve_max_tokens, to_float32
 
 __all__ = ["ConvertedRequest"]
 
@@ -40,7 +40,21 @@ class ConvertedRequest:
     custom_tools: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
 
-    def max_tokens(self, prompt_tokens: int, context_limit: int) -> int:
+    @property
+    def overridden(self) -> tuple[str, ...]:
+        """Fields of the request that the checkpoint's own settings or bounds replaced."""
+        found = []
+        for name in ("temperature", "top_p"):
+            asked = getattr(self.request, name, None)
+            if asked is not None and to_float32(asked) != getattr(self.settings, name):
+                found.append(name)
+        if self.protocol == "messages":  # the others refuse what is out of bounds
+            asked = getattr(self.request, "max_tokens", None)
+            if asked is not None and asked != self.settings.max_tokens:
+                found.append("max_tokens")
+        return tuple(found)
+
+    def resolve_max_tokens(self, prompt_tokens: int, context_limit: int) -> int:
         """Return how many tokens the reply may have.
 
         Raises:

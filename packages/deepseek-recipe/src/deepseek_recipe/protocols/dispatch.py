@@ -59,12 +59,15 @@ def convert(request: Request, options: ConversionOptions = _DEFAULTS) -> Convert
 
     Raises:
         ConversionError: it asks for something that is not allowed or not supported.
+        OptionError: it is not what `parse` returns.
     """
     if isinstance(request, ChatRequest):
         return convert_chat(request, options)
     if isinstance(request, ResponsesRequest):
         return convert_responses(request, options)
-    return convert_messages(request, options)
+    if isinstance(request, MessagesRequest):
+        return convert_messages(request, options)
+    raise OptionError(f"{shown(request)} is no parsed request; call `parse` on a body first.")
 
 
 def reply_stream(

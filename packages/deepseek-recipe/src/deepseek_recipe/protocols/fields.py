@@ -46,7 +46,7 @@ def refused(why: str, *harmless: object) -> Use:
 
 
 class Body(BaseModel):
-    """Base of all request models: exact types, unknown names kept for `check_fields`."""
+    """Base of every object in a request: exact types, unknown names kept for `check_fields`."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, defer_build=True)
 
