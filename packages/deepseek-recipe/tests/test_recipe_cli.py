@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -309,6 +310,34 @@ def test_defaults_need_no_input(run: Run, profile: str) -> None:
         ("parse", {"request": CHAT, "text": "", "finish_reason": "x"}, "parse", "finish_reason"),
         ("parse", {"request": CHAT, "text": "", "prompt_tokens": -1}, "parse", "prompt_tokens"),
         ("parse", {"request": CHAT, "model_output_chunks": [{"kind": "x"}]}, "parse", "kind"),
+        ("parse", {"request": CHAT, "model_output_chunks": [{"kind": []}]}, "parse", "kind"),
+        (
+            "parse",
+            {"request": CHAT, "model_output_chunks": [], "finish_reason": "length"},
+            "parse",
+            "finish_reason",
+        ),
+        ("parse", {"request": CHAT, "request_body": "{}", "text": ""}, "parse", "request_body"),
+        ("parse", {"request": CHAT, "text": "", "protocol": "messages"}, "input", "messages"),
+        ("parse", {"request": CHAT, "text": "", "version": "v41"}, "input", "v41"),
+        ("parse", {"request": CHAT, "text": "", "version": ["v4"]}, "input", "version"),
+        ("parse", {"request": CHAT, "text": "", "echo": "false"}, "parse", "echo"),
+        ("parse", {"request": CHAT, "text": "", "tokenizer": "no"}, "parse", "tokenizer"),
+        ("parse", {"request": CHAT, "text": "", "signature": 5}, "parse", "signature"),
+        ("parse", {"request": CHAT, "text": "", "options": {"models": "abc"}}, "parse", "models"),
+        ("parse", {"request": CHAT, "text": "", "options": {"colour": 1}}, "input", "colour"),
+        (
+            "parse",
+            {"request": {**CHAT, "max_tokens": 9}, "text": "", "options": {"max_tokens_bound": 5}},
+            "convert",
+            "max_tokens",
+        ),
+        (
+            "parse",
+            {"request": {**CHAT, "user": {"$repeat": ["a", True]}}, "text": ""},
+            "parse",
+            "$repeat",
+        ),
     ],
 )
 def test_bad_input_is_one_json_error_and_status_2(
@@ -327,6 +356,88 @@ def test_a_bad_line_does_not_end_the_filter(run: Run) -> None:
     status, answers = run("render", "--jsonl", stdin=text, form="lines")
     assert status == 2
     assert ["error" in answer for answer in answers] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "word"),
+    [
+        ({"kind": "tokens", "ids": [19923], "logprobs": [[True, []]]}, "logprobs[0]"),
+        ({"kind": "tokens", "ids": [19923], "logprobs": [[-1, [[True, -1]]]]}, "logprobs[0]"),
+        ({"kind": "tokens", "ids": [19923], "logprobs": [[-1, [[5, False]]]]}, "logprobs[0]"),
+        ({"kind": "tokens", "ids": [True]}, "ids"),
+        ({"kind": "tokens", "ids": [], "text": "a"}, "`model_output_chunks[0].text` is unknown"),
+        ({"kind": "text", "text": "a", "n": 1, "N": 1}, "`model_output_chunks[0].N` is unknown"),
+        ({"kind": "ready", "cached": 1}, "`model_output_chunks[0].cached` is unknown"),
+        ({"kind": "ready", "prompt_tokens": 1, "cache_hit": 2}, "cached tokens"),
+        ({"kind": "finish", "reason": ["stop"]}, "reason"),
+    ],
+)
+def test_a_bad_chunk_is_named(run: Run, chunk: dict[str, Any], word: str) -> None:
+    body = {"request": CHAT, "model_output_chunks": [chunk]}
+    status, answer = run("parse", *V4, stdin=body)
+    assert status == 2 and word in json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"version": ["v4"]},
+        {"version": {}},
+        {"protocol": ["chat"]},
+        {"options": []},
+        {"options": {"models": "abc"}},
+        {"options": {"models": [1]}},
+        {"options": {"models": "abc", "aliases": {"a": "v4"}}},
+        {"options": {"models": {"a": ["v4"]}}},
+        {"options": {"aliases": [1]}},
+        {"options": {"missing_reasoning": {}}},
+        {"options": {"max_tokens_bound": []}},
+        {"request": "x"},
+        {"request_body": "{}"},
+    ],
+)
+@pytest.mark.parametrize("verb", ["render", "parse"])
+def test_a_field_of_a_line_with_a_wrong_type_is_an_error(
+    run: Run, verb: str, fields: dict[str, Any]
+) -> None:
+    line = {"protocol": "chat", "version": "v4", "request": CHAT, "model_output_chunks": []}
+    status, answer = run(verb, "--jsonl", stdin={**line, **fields})
+    text = json.dumps(answer)
+    assert status == 2 and ("allowed" in text or "one of them" in text)
+
+
+def test_options_of_the_input_and_unknown_keys_of_a_line_are_fine(run: Run) -> None:
+    body = {"request": {**CHAT, "model": "mine"}, "text": "a", "events": [], "version": "v4"}
+    options = {"models": {"mine": "v4"}, "aliases": {"other": "v4"}}
+    assert run("parse", *V4, stdin={**body, "options": options})[0] == 0
+    line = {**body, "protocol": "chat", "options": options}
+    assert run("render", "--jsonl", stdin=line)[0] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a shell and /dev/full")
+@pytest.mark.parametrize("verb", ["render --protocol chat --profile v4", "render --jsonl", ""])
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        (">/dev/full", 1, "standard output cannot be written"),
+        (">&-", 1, "standard output is closed"),
+        ("<&-", 2, "standard input is closed"),
+        ("0>/dev/null", 2, "standard input cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_one_message(
+    tmp_path: Path, verb: str, redirection: str, status: int, message: str
+) -> None:
+    if not verb and "input" in message:
+        pytest.skip("help needs no input")
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps(CHAT), encoding="utf-8")
+    source = "" if "input" in message else f"<{path}"
+    command = f"{sys.executable} -m deepseek_recipe {verb} {source} {redirection}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("deepseek-recipe: ") and message in line
 
 
 def test_repeated_text_is_bounded(run: Run) -> None:

@@ -196,9 +196,11 @@ def test_no_mark_gets_into_the_content_when_tools_are_read(
 ) -> None:
     ids = ids_of("".join(parts), v41_tokenizer)
     for event in read([more, ids, more], parsing, v41_tokenizer):
-        if isinstance(event, Text):
+        if isinstance(event, (Reasoning, Text)):
             assert MARK not in event.text
-            assert "</think>" not in event.text or parsing.parse_json_output
+            assert "</think>" not in event.text
+        elif isinstance(event, ToolStart):
+            assert MARK not in event.name and "</think>" not in event.name
 
 
 def letters_in(events: Iterable[Event]) -> list[str]:
@@ -253,12 +255,11 @@ def test_without_tools_the_text_is_what_the_rules_leave(
     assert "".join(e.text for e in events if isinstance(e, Text)) == content.replace("</think>", "")
 
 
-@given(fragments, parsings, st.integers(1, 5))
-def test_logprobs_are_those_of_the_shown_tokens_in_order(
-    v41_tokenizer: PromptTokenizer, parts: list[str], parsing: ParsingOptions, size: int
-) -> None:
-    ids = ids_of("".join(parts), v41_tokenizer)
-    machine = ReplyMachine(parsing, V41, v41_tokenizer)
+def shown_places(
+    tokenizer: PromptTokenizer, ids: Sequence[int], parsing: ParsingOptions, size: int
+) -> tuple[list[tuple[str, float]], list[Event]]:
+    """Places of the ids that log-probabilities are told of, by the kind of text, and the events."""
+    machine = ReplyMachine(parsing, V41, tokenizer)
     events: list[Event] = []
     for at in range(0, len(ids), size):
         if machine.finished:
@@ -267,15 +268,33 @@ def test_logprobs_are_those_of_the_shown_tokens_in_order(
         machine.feed_all(group, [TokenLogprob(each, float(at + n)) for n, each in enumerate(group)])
         events += machine.drain()
     events += machine.close()
-    shown = [e for e in events if isinstance(e, (Reasoning, Text))]
-    places = [each.logprob for event in shown for each in event.logprobs]
+    shown = [each for each in events if isinstance(each, (Reasoning, Text))]
+    places = [(type(e).__name__, each.logprob) for e in shown for each in e.logprobs]
+    return places, events
+
+
+@given(fragments, parsings, st.integers(1, 5), st.lists(st.sampled_from([1, 28927, 225])))
+def test_each_shown_token_has_its_logprob_once_whatever_the_cut(
+    v41_tokenizer: PromptTokenizer,
+    parts: list[str],
+    parsing: ParsingOptions,
+    size: int,
+    more: list[int],
+) -> None:
+    middle = len(parts) // 2
+    ids = ids_of("".join(parts[:middle]), v41_tokenizer) + more
+    ids += ids_of("".join(parts[middle:]), v41_tokenizer)
+    told, events = shown_places(v41_tokenizer, ids, parsing, size)
+    assert told == shown_places(v41_tokenizer, ids, parsing, len(ids) or 1)[0]
+    places = [place for _, place in told]
     assert places == sorted(set(places))
     assert summary(events, parsing) == summary(read([ids], parsing, v41_tokenizer), parsing)
+    text = "".join(e.text for e in events if isinstance(e, (Reasoning, Text)))
     if not parsing.parse_json_output:
-        for event in shown:
-            # each character is that of a token that goes with this event or with an earlier one
-            data = b"".join(v41_tokenizer.token_bytes(each.token_id) for each in event.logprobs)
-            assert event.text[-1] in data.decode(errors="replace") or not event.logprobs
+        # every character is of a token that is told of, in this order
+        data = b"".join(v41_tokenizer.token_bytes(ids[int(place)]) for place in places)
+        rest = iter(data.decode(errors="replace"))
+        assert all(char in rest for char in text)
 
 
 @pytest.mark.parametrize("text", ["<" * 500, "\n" * 500, f"<{MARK}" * 100, f"</{MARK}" * 100])

@@ -99,6 +99,27 @@ def test_logprobs_are_told_by_their_tokens(recipe: DeepseekV4) -> None:
     assert entries[0]["token"] == "Hello" and entries[0]["top_logprobs"][0]["logprob"] == -0.5
 
 
+@pytest.mark.parametrize(
+    "logprobs",
+    [[], [(-1.0, [])], [(-1.0, [])] * 3, [(-1.0, []), -1.0], [(-1.0, []), (-1.0,)], 5, [None, None],
+     [(-1.0, []), ("x", [])], [(-1.0, []), (-1.0, [(10**9, -1.0)])], [(-1.0, []), (-1.0, 5)]],
+)  # fmt: skip
+def test_logprobs_that_do_not_fit_are_refused(recipe: DeepseekV4, logprobs: object) -> None:
+    reply = recipe.prepare({**HELLO, "logprobs": True}).reply("r", "m", 0)
+    reply.start(5, 0)
+    with pytest.raises(ReplyError):
+        reply.push([68, 69], logprobs)  # type: ignore[arg-type]
+    reply.push([70, 71], [(-1.0, []), (-2.0, [])])
+    reply.finish("stop")
+    assert reply.response()["choices"][0]["message"]["content"] == "de"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("models", ["abc", [1], 5, None, {"a": ["v4"]}, {1: "v4"}, {}])
+def test_options_with_a_wrong_type_are_named(models: object) -> None:
+    with pytest.raises(OptionError, match="models"):
+        ConversionOptions(models=models)  # type: ignore[arg-type]
+
+
 def test_misuse_is_named(recipe: DeepseekV4) -> None:
     reply = recipe.prepare(HELLO).reply("r", "m", 0)
     with pytest.raises(ReplyError):

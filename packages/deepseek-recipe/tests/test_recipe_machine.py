@@ -23,8 +23,6 @@ from deepseek_recipe.decoding.events import (
     ToolStart,
 )
 from deepseek_recipe.decoding.machine import ReplyMachine
-from deepseek_recipe.decoding.scan import Pattern, Patterns, Scanner
-from deepseek_recipe.decoding.signals import Signal
 from deepseek_recipe.decoding.states import ROWS, State
 from deepseek_recipe.encoding.profile import V4, V41
 from deepseek_recipe.encoding.tokenizer import PromptTokenizer
@@ -449,6 +447,42 @@ def test_a_block_of_an_unknown_word_is_told() -> None:
     assert misfits(events) == ["<｜DSML｜ foo> bar"]
 
 
+@pytest.mark.parametrize("parsing", [TOOLS, {**TOOLS, **JSON}, {**TOOLS, **THINK}])
+@pytest.mark.parametrize(
+    "after",
+    [" this is END", "this > END", "\nx > END", " callsEND", " call\n\nEND", "  calls> END",
+     " calls </｜DSML｜END", "</｜DSML｜</think>", "", " ", " cal"],
+)  # fmt: skip
+def test_only_a_whole_closing_tag_is_kept_out_and_stop_texts_stay_alive(
+    after: str, parsing: dict[str, Any]
+) -> None:
+    # in JSON mode and reasoning alike, but stop texts mean nothing in reasoning
+    text = '{"a":"</｜DSML｜' + after
+    events = read(text, **parsing, stop_sequences=("END",))
+    assert joined(events) == joined(read(*text, **parsing, stop_sequences=("END",)))
+    kind = Reasoning if "thinking_initial_stage" in parsing else Text
+    content = "".join(e.text for e in events if isinstance(e, kind))
+    rest = after.replace("</｜DSML｜", "").replace("</think>", "").rstrip("\n")
+    if " cal".startswith(after):  # the tag is cut off
+        assert misfits(events) == ["</｜DSML｜" + after] and content == '{"a":"'
+    elif kind is Text:
+        stopped = events[-1] == Finish("stop", stop_sequence="END")
+        assert content == '{"a":"' + rest.removesuffix("END") and stopped == ("END" in after)
+        assert set(misfits(events)) == {"</｜DSML｜"}
+    else:
+        assert content == '{"a":"' + rest
+
+
+@pytest.mark.parametrize("word", ["calls", "tool_calls", "function_calls", "invoke", "parameter"])
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("by_letter", [True, False])
+def test_a_closing_tag_of_every_word_is_kept_out(word: str, blank: str, by_letter: bool) -> None:
+    tag = f"</｜DSML｜{blank}{word}>"
+    text = f"a{tag}b{tag}{tag}"
+    events = read(*(text if by_letter else [text]), **TOOLS)
+    assert shown(events) == [Text("ab"), STOP] and misfits(events) == [tag] * 3
+
+
 @pytest.mark.parametrize("after", ["", " b", "\nb", "<｜DSML｜ calls>"])
 def test_a_closing_tag_in_the_content_is_kept_out_of_it(after: str) -> None:
     events = read(f"a </｜DSML｜ calls>{after}", **TOOLS)
@@ -461,6 +495,46 @@ def test_a_lone_mark_in_the_content_is_kept_out_of_it(v41_tokenizer: PromptToken
     events = read([68, DSML, 69], tokenizer=v41_tokenizer, **TOOLS)
     assert shown(events) == [Text("bc"), STOP]
     assert misfits(events) == ["｜DSML｜"]
+
+
+@pytest.mark.parametrize("tag", [[DSML], [1718, DSML]])
+def test_marks_in_the_reasoning_are_kept_out_of_it(
+    tag: list[int], v41_tokenizer: PromptTokenizer
+) -> None:
+    assert v41_tokenizer.token_bytes(1718) == b"</"
+    events = read([68, *tag, 69, THINK_END, 70], tokenizer=v41_tokenizer, **TOOLS, **THINK)
+    assert shown(events) == [Reasoning("bc"), Text("d"), STOP]
+    assert misfits(events) == ["｜DSML｜" if tag == [DSML] else "</｜DSML｜"]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, {}])
+@pytest.mark.parametrize("json", ['{"a":', '```\n{"a":', "```\n{}\n```\nb\n"])
+def test_a_second_end_of_reasoning_is_deleted_in_json_mode_too(
+    json: str, tools: dict[str, bool], v41_tokenizer: PromptTokenizer
+) -> None:
+    ids = [*v41_tokenizer.encode_plain(json), THINK_END, *v41_tokenizer.encode_plain("1}\n")]
+    events = read(ids, tokenizer=v41_tokenizer, **JSON, **tools)
+    assert not any("think" in e.text for e in events if isinstance(e, Text))
+    if "b" not in json:
+        expected = json.removeprefix("```\n") + "1}\n"
+        assert "".join(e.text for e in events if isinstance(e, Text)) == expected
+
+
+@pytest.mark.parametrize("mark", [DSML, THINK_END])
+def test_marks_in_names_are_kept_out_of_them(mark: int, v41_tokenizer: PromptTokenizer) -> None:
+    def ids(text: str) -> list[int]:
+        return v41_tokenizer.encode_plain(text)
+
+    reply = [
+        *ids("<"), DSML, *ids(' invoke name="f'), mark, *ids('g">\n<'), DSML,
+        *ids(' parameter name="k'), mark, *ids(' 2" string="true">v</'), DSML,
+        *ids(" parameter>\n</"), DSML, *ids(" invoke>"),
+    ]  # fmt: skip
+    events = read(reply, tokenizer=v41_tokenizer, starts_in_tool_calls=True, **TOOLS)
+    assert shown(events)[0] == ToolStart(0, "fg")
+    assert arguments(events) == '{"k 2": "v"}'
+    spelling = "｜DSML｜" if mark == DSML else "</think>"
+    assert [each.strip() for each in misfits(events)] == [spelling, spelling]
 
 
 def test_the_words_of_a_lone_mark_are_text() -> None:
@@ -483,6 +557,12 @@ def test_the_reply_may_begin_inside_the_block() -> None:
         ("<｜DSML｜ parameter name=", "{"),
         ('<｜DSML｜ parameter name="', '{"'),
         ('<｜DSML｜ parameter name="ci', '{"ci'),
+        ('<｜DSML｜ parameter name="ci<', '{"ci<'),
+        ('<｜DSML｜ parameter name="ci</', '{"ci</'),
+        ('<｜DSML｜ parameter name="ci<｜DS', '{"ci<｜DS'),
+        ('<｜DSML｜ parameter name="ci</｜DSML', '{"ci</｜DSML'),
+        ('<｜DSML｜ parameter name="ci"x<', '{"ci\\"x<'),
+        ('<｜DSML｜ parameter name="ci" str<', '{"ci\\" str<'),
         ('<｜DSML｜ parameter name="ci"', '{"ci"'),
         ('<｜DSML｜ parameter name="ci" ', '{"ci": '),
         ('<｜DSML｜ parameter name="ci" string="tr', '{"ci": '),
@@ -498,6 +578,22 @@ def test_a_call_that_is_cut_off_keeps_what_was_read(rest: str, written: str) -> 
     assert arguments(events) == written
     assert events[-1] == Finish("length", open_tool=0)
     assert not any(isinstance(event, ToolEnd) for event in events)
+
+
+@pytest.mark.parametrize("held", ["<", "</", "<｜DS", "</｜DSML"])
+@pytest.mark.parametrize(
+    "rest",
+    ["", "x", "<｜DSML｜ inv", '<｜DSML｜ parameter name="ci" string="tr',
+     '<｜DSML｜ parameter name="ci" string="no',
+     '<｜DSML｜ parameter name="ci" string="true"', '<｜DSML｜ parameter name="ci" string="maybe">',
+     '<｜DSML｜ parameter name="ci" string="false">[', "</｜DSML｜ x", "</｜DSML｜ invoke>\ny",
+     '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="g'],
+)  # fmt: skip
+def test_what_is_held_when_a_call_is_cut_off_is_not_lost(rest: str, held: str) -> None:
+    text = BLOCK + '<｜DSML｜ invoke name="f">\n' + rest
+    events = read(text + held, reason="length", **TOOLS)
+    told = "".join(misfits(events)) + "".join(arguments(events, index) for index in (0, 1))
+    assert held in told.replace('\\"', '"')
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter"])
@@ -597,6 +693,34 @@ def test_logprobs_wait_with_held_text_and_are_dropped_with_dropped_text(
     assert logprobs_of(events) == [("b", [-1.0])]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_a_token_that_ends_a_tag_and_begins_the_text_has_its_logprob(
+    size: int, v41_tokenizer: PromptTokenizer
+) -> None:
+    ids = [*v41_tokenizer.encode_plain("hi </"), DSML, *v41_tokenizer.encode_plain(" calls>\nok")]
+    machine = ReplyMachine(ParsingOptions(**TOOLS), V41, v41_tokenizer)
+    for at in range(0, len(ids), size):
+        group = ids[at : at + size]
+        machine.feed_all(group, [TokenLogprob(each, float(at + n)) for n, each in enumerate(group)])
+    shown_ids = [ids[int(each)] for _, some in logprobs_of(machine.close()) for each in some]
+    texts = [v41_tokenizer.token_bytes(each).decode() for each in shown_ids]
+    assert "".join(texts) == "hi </>\nok"
+
+
+def test_an_end_token_that_is_text_has_its_logprob(v41_tokenizer: PromptTokenizer) -> None:
+    events = feed_one_by_one(v41_tokenizer, [68, 1, 69])
+    assert [each for _, some in logprobs_of(events) for each in some] == [-1, -2, -3]
+
+
+def test_blanks_for_replaced_text_have_no_logprobs(v41_tokenizer: PromptTokenizer) -> None:
+    ids = v41_tokenizer.encode_plain('Sure: {"a":1}')
+    events = feed_one_by_one(v41_tokenizer, ids, **JSON)
+    assert all(some == [] for text, some in logprobs_of(events) if text.isspace())
+    places = [int(-each) - 1 for _, some in logprobs_of(events) for each in some]
+    texts = [v41_tokenizer.token_bytes(ids[place]).decode() for place in places]
+    assert "".join(texts).strip() == '{"a":1}'
+
+
 def test_there_must_be_one_logprob_for_each_id(v41_tokenizer: PromptTokenizer) -> None:
     machine = ReplyMachine(ParsingOptions(), V41, v41_tokenizer)
     with pytest.raises(ReplyError, match="1 log probabilities for 2 token IDs"):
@@ -655,14 +779,6 @@ def test_every_state_can_be_reached() -> None:
     assert reached == set(State)
 
 
-def test_the_scanner_holds_what_may_become_a_pattern() -> None:
-    scanner = Scanner(Patterns((Pattern("abac", Signal.STOP), Pattern("<", Signal.OPEN))))
-    assert scanner.scan("xaba", 0) == ("x", None, 4)
-    assert scanner.held == "aba"
-    assert scanner.scan("bac<", 0) == ("ab", Pattern("abac", Signal.STOP), 3)
-    assert scanner.scan("bac<", 3) == ("", Pattern("<", Signal.OPEN), 4)
-
-
 @pytest.mark.parametrize(
     ("piece", "parsing"),
     [
@@ -676,6 +792,9 @@ def test_the_scanner_holds_what_may_become_a_pattern() -> None:
         ("<｜DSML｜ ", {**TOOLS, "starts_in_tool_calls": True}),
         ("</｜DSML｜ ", {**TOOLS, "starts_in_tool_calls": True}),
         ("</｜DSML｜ ", TOOLS),
+        ("</｜DSML｜ x", TOOLS),
+        ("</｜DSML｜ cal", {**TOOLS, **JSON}),
+        ("</｜DSML｜ calls>", {**TOOLS, **THINK}),
     ],
 )
 def test_work_is_linear_in_the_length(piece: str, parsing: dict[str, Any]) -> None:

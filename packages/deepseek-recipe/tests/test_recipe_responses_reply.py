@@ -433,3 +433,42 @@ def test_call_ids_have_the_protocol_s_form_and_differ() -> None:
     made = {call_id(7) for _ in range(100)}
     assert len(made) == 100
     assert all(re.fullmatch(r"call_07_[A-Za-z0-9]{20}[0-9]{4}", each) for each in made)
+
+
+SQL = {"type": "custom", "name": "sql"}
+SEARCH = {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}}
+
+
+def stream_of(tool: dict) -> ReplyStream:
+    request = converted(tools=[tool])
+    writer = writer_for(request)
+    return ReplyStream(writer, ReplyMachine(request.parsing, request.profile))
+
+
+def call_of(name: str, inside: str) -> str:
+    return f'<｜DSML｜ calls>\n<｜DSML｜ invoke name="{name}">\n{inside}'
+
+
+def test_a_cut_off_custom_call_never_has_half_a_character() -> None:
+    stream = stream_of(SQL)
+    inside = '<｜DSML｜ parameter name="input" string="false">"abc\\udc00'
+    events = stream.push(TextChunk(call_of("sql", inside), 5))
+    events += stream.push(BackendFinish("length"))
+    assert "".join(event.sse() for event in events).encode()
+    (item,) = stream.response()["output"]
+    assert item["input"] == "abc\ufffd"
+
+
+def test_arguments_that_a_protocol_has_no_place_for_are_told() -> None:
+    value = '<｜DSML｜ parameter name="{}" string="true">{}</｜DSML｜ parameter>\n'
+    stream = stream_of(SQL)
+    inside = value.format("input", "a") + value.format("q", "b") + "</｜DSML｜ invoke>"
+    stream.push(TextChunk(call_of("sql", inside), 5))
+    stream.push(BackendFinish("stop"))
+    (item,) = stream.response()["output"]
+    assert item["input"] == "a"
+    assert [each.text for each in stream.malformed] == [', "q": "b"}']
+    stream = stream_of(SEARCH)
+    stream.push(TextChunk(call_of("tool_search", value.format("query", "a")), 5))
+    stream.push(BackendFinish("length"))
+    assert [each.text for each in stream.malformed] == ['{"query": "a"']

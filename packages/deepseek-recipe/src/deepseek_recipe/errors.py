@@ -96,5 +96,8 @@ def error_body(error: RequestError, protocol: str) -> dict[str, object]:
 
 def shown(value: object, limit: int = 80) -> str:
     """Return a value for a message: its repr, cut in the middle when it is long."""
-    text = repr(value[: 2 * limit]) if isinstance(value, str) else repr(value)
+    try:
+        text = repr(value[: 2 * limit]) if isinstance(value, str) else repr(value)
+    except ValueError:  # Python writes no integer of over 4300 digits
+        text = f"<{type(value).__name__} too long to write>"
     return text if len(text) <= limit else f"{text[: limit - 20]} ... {text[-15:]}"

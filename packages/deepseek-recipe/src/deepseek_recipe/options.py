@@ -64,6 +64,10 @@ class ConversionOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"`{name}` is {shown(value)}; allowed: an integer from 1.")
+        if not isinstance(self.models, Mapping):
+            raise OptionError(
+                f"`models` is {shown(self.models)}; allowed: a mapping of model names to profiles."
+            )
         if not self.models:
             raise OptionError("`models` is empty; name at least one model and its profile.")
         for name, profile in self.models.items():

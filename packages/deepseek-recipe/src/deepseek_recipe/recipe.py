@@ -15,7 +15,14 @@ from deepseek_recipe.decoding.stream import ReplyStream, ServerEvent
 from deepseek_recipe.encoding.profile import V4, V41, Profile
 from deepseek_recipe.encoding.prompt import render
 from deepseek_recipe.encoding.tokenizer import PromptTokenizer, fitted_profile
-from deepseek_recipe.errors import ConversionError, OptionError, RequestError, TokenizerError, shown
+from deepseek_recipe.errors import (
+    ConversionError,
+    OptionError,
+    ReplyError,
+    RequestError,
+    TokenizerError,
+    shown,
+)
 from deepseek_recipe.options import ConversionOptions
 from deepseek_recipe.protocols.converted import ConvertedRequest
 from deepseek_recipe.protocols.dispatch import convert, parse, reply_stream
@@ -61,15 +68,11 @@ class Reply:
             logprobs: one for each id: its own, then (id, log-probability) of alternatives.
 
         Raises:
-            ReplyError: the reply has ended, or an id is not in the vocabulary.
+            ReplyError: the reply has ended, an id is not in the vocabulary, or there is not one
+                log-probability for each id. Nothing was taken in then.
         """
-        entries = None
-        if logprobs is not None:
-            pairs = zip(token_ids, logprobs, strict=True)
-            entries = tuple(
-                TokenLogprob(token_id, own, tuple(top)) for token_id, (own, top) in pairs
-            )
-        return self._stream.push(TokenChunk(tuple(token_ids), entries))
+        entries = None if logprobs is None else _entries(token_ids, logprobs)
+        return self._stream.push(TokenChunk(token_ids, entries))
 
     def finish(self, reason: str) -> Sequence[ServerEvent]:
         """End the reply: `stop`, `length` or `content_filter`. Nothing happens if it has ended."""
@@ -84,6 +87,26 @@ class Reply:
     def response(self) -> dict[str, object]:
         """Return the whole response after the end, as the protocol states it."""
         return self._stream.response()
+
+
+def _entries(
+    token_ids: Sequence[int], logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]]
+) -> tuple[TokenLogprob, ...]:
+    try:
+        if len(logprobs) != len(token_ids):
+            raise ReplyError(
+                f"There are {len(logprobs)} log-probabilities for {len(token_ids)} token ids; give "
+                "one for each id, or None."
+            )
+        return tuple(
+            TokenLogprob(token_id, own, tuple(top))
+            for token_id, (own, top) in zip(token_ids, logprobs, strict=True)
+        )
+    except (TypeError, ValueError) as error:
+        raise ReplyError(
+            f"The log-probabilities are {shown(logprobs)}; allowed: for each token id one pair "
+            "(log-probability, [(id, log-probability), ...]), or None."
+        ) from error
 
 
 class Prepared:

@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from deepseek_recipe import __version__
 
 __all__ = ["main"]
 
+CANNOT_WRITE = 1
 BAD_INPUT = 2
 
 _EPILOG = """examples:
@@ -36,17 +37,41 @@ _VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 2 for bad input or a bad tokenizer."""
+    """Run the command.
+
+    Returns:
+        The exit status: 0; 2 for bad input, a bad tokenizer, or no input at all; 1 when the output
+        cannot be written.
+    """
     options = _parser().parse_args(arguments)
-    if options.verb is None:
-        _parser().print_help()
-        return 0
-    options.check(options)
     try:
+        if options.verb is None:
+            _write(_parser().format_help())
+            return 0
+        options.check(options)
         return _run(options)
     except BrokenPipeError:  # the reader has enough
+        _drop_output()
+        return CANNOT_WRITE
+    except _StreamError as error:
+        if sys.stderr is not None:
+            print(f"deepseek-recipe: {error}", file=sys.stderr)
+        _drop_output()
+        return error.status
+
+
+class _StreamError(Exception):
+    """Standard input cannot be read, or standard output not be written."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _drop_output() -> None:
+    """Let what is still buffered vanish, or Python would complain of it at the end."""
+    if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,8 +152,8 @@ def _run(options: argparse.Namespace) -> int:
         verbs = Verbs(options.tokenizer, options.token_map, options.unsupported)
         if getattr(options, "jsonl", False):
             line_verb = verbs.render_line if options.verb == "render" else verbs.parse_line
-            return _filter(sys.stdin.buffer, line_verb)
-        body = sys.stdin.buffer.read()
+            return _filter(_lines(), line_verb)
+        body = b"".join(_lines())
         if options.verb == "parse":
             return _print(verbs.parse(body, options.protocol, options.profile))
         request = verbs.request(body, options.protocol, options.profile)
@@ -160,6 +185,23 @@ def _print(value: object) -> int:
     return 0
 
 
+def _lines() -> Iterator[bytes]:
+    """Yield the lines of standard input."""
+    if sys.stdin is None:
+        raise _StreamError("standard input is closed; send the input there", BAD_INPUT)
+    try:
+        yield from sys.stdin.buffer
+    except OSError as error:
+        raise _StreamError(f"standard input cannot be read: {error}", BAD_INPUT) from error
+
+
 def _write(text: str) -> None:
-    sys.stdout.buffer.write(text.encode())
-    sys.stdout.buffer.flush()
+    if sys.stdout is None:
+        raise _StreamError("standard output is closed", CANNOT_WRITE)
+    try:
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _StreamError(f"standard output cannot be written: {error}", CANNOT_WRITE) from error

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from deepseek_recipe.conversation import JsonValue
 from deepseek_recipe.decoding.events import (
@@ -48,6 +49,8 @@ def expand(value: JsonValue) -> JsonValue:
     if value.keys() != {"$repeat"}:
         return {key: expand(item) for key, item in value.items()}
     match value["$repeat"]:
+        case [_, bool()]:
+            pass
         case [str(text), int(count)] if 0 <= count * max(1, len(text)) <= _MAX_REPEATED:
             return text * count
     raise BodyError(
@@ -68,10 +71,27 @@ def read_finish(value: JsonValue, name: str) -> BackendFinish:
     raise _bad(name, value, "'stop', 'length' or 'content_filter'")
 
 
+# kind of a chunk -> what it may have besides
+_KEYS = {
+    "ready": ("prompt_tokens", "cache_hit", "fingerprint"),
+    "text": ("text", "n"),
+    "tokens": ("ids", "logprobs"),
+    "finish": ("reason",),
+}
+
+
 def _chunk(item: JsonValue, name: str) -> Chunk:
     if not isinstance(item, dict):
         raise _bad(name, item, "an object with `kind`")
     kind = item.get("kind")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise _bad(f"{name}.kind", kind, "'ready', 'text', 'tokens' or 'finish'")
+    for key in item:
+        if key != "kind" and key not in _KEYS[kind]:
+            allowed = " and ".join(f"`{each}`" for each in _KEYS[kind])
+            raise BodyError(
+                f"`{name}.{key}` is unknown; a chunk of the kind {kind!r} has {allowed}."
+            )
     if kind == "ready":
         return Ready(
             _count(item.get("prompt_tokens", 0), f"{name}.prompt_tokens"),
@@ -85,9 +105,7 @@ def _chunk(item: JsonValue, name: str) -> Chunk:
     if kind == "tokens":
         ids = read_ids(item.get("ids"), f"{name}.ids")
         return TokenChunk(ids, _logprobs(item.get("logprobs"), ids, f"{name}.logprobs"))
-    if kind == "finish":
-        return read_finish(item.get("reason"), f"{name}.reason")
-    raise _bad(f"{name}.kind", kind, "'ready', 'text', 'tokens' or 'finish'")
+    return read_finish(item.get("reason"), f"{name}.reason")
 
 
 def _logprobs(value: JsonValue, ids: list[int], name: str) -> tuple[TokenLogprob, ...] | None:
@@ -96,9 +114,9 @@ def _logprobs(value: JsonValue, ids: list[int], name: str) -> tuple[TokenLogprob
     entries = []
     for place, entry in enumerate(_list(value, name)):
         # a list of another length than the ids is the decoder's to refuse
-        token_id = ids[place] if place < len(ids) else -1
+        token_id = ids[place] if place < len(ids) else 0
         match entry:
-            case [float() | int() as own, list(top)]:
+            case [own, list(top)] if _is_number(own):
                 pairs = tuple(_pair(pair, f"{name}[{place}]") for pair in top)
                 entries.append(TokenLogprob(token_id, float(own), pairs))
             case _:
@@ -108,9 +126,13 @@ def _logprobs(value: JsonValue, ids: list[int], name: str) -> tuple[TokenLogprob
 
 def _pair(value: JsonValue, name: str) -> tuple[int, float]:
     match value:
-        case [int(token_id), float() | int() as logprob]:
-            return token_id, float(logprob)
+        case [token_id, logprob] if _is_number(logprob):
+            return _count(token_id, name), float(logprob)
     raise _bad(name, value, "alternatives as [id, logprob]")
+
+
+def _is_number(value: JsonValue) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _list(value: JsonValue, name: str) -> list[JsonValue]:

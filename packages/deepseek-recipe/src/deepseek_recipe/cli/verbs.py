@@ -71,7 +71,7 @@ class Verbs:
 
     def request(self, body: bytes, protocol: str, profile: str) -> RenderedRequest:
         """Return a request body's prompt."""
-        return self._rendered(self._converted_for(body, protocol, profile))
+        return self._rendered(self._converted_for(body, protocol, profile, self._options))
 
     def render(self, request: RenderedRequest) -> dict[str, object]:
         """Return what `render` prints."""
@@ -108,12 +108,20 @@ class Verbs:
 
         Args:
             body: JSON of `request` and the reply as `token_ids`, `text` or `model_output_chunks`;
-                maybe `finish_reason`, `prompt_tokens`, and keys that `parse_line` reads.
+                maybe `finish_reason`, `prompt_tokens`, and keys that `parse_line` reads, of which
+                `protocol` and `version` must agree with the flags.
         """
         line = _object(body)
+        for name, flag in (("protocol", protocol), ("version", profile)):
+            if line.get(name, flag) != flag:
+                raise OptionError(
+                    f"`{name}` of the input is {shown(line[name])}, but the flag says {flag!r}; "
+                    "leave it out, or change one of them."
+                )
+        options = _with_line_options(self._options, line.get("options"))
         request = json.dumps(_request_of(line)).encode()
-        converted = self._converted_for(request, protocol, profile)
-        if "prompt_tokens" not in line:
+        converted = self._converted_for(request, protocol, profile, options)
+        if not {"prompt_tokens", "model_output_chunks"} & line.keys():
             line = {**line, "prompt_tokens": len(self._rendered(converted).token_ids)}
         return self._replied(line, converted, _chunks_of(line, self.tokenizer))
 
@@ -148,11 +156,13 @@ class Verbs:
         except RecipeError as error:
             return {**_label(line), **error_line(error, line.get("protocol"))}
 
-    def _converted_for(self, body: bytes, protocol: str, profile: str) -> ConvertedRequest:
+    def _converted_for(
+        self, body: bytes, protocol: str, profile: str, options: ConversionOptions
+    ) -> ConvertedRequest:
         """Convert a body; a model whose name is not known is one of the profile."""
         request = parse(protocol, body)
-        models = {request.model: profile, **self._options.models}
-        return _converted(request, profile, replace(self._options, models=models))
+        models = {request.model: profile, **options.models}
+        return _converted(request, profile, replace(options, models=models))
 
     def _rendered(self, converted: ConvertedRequest) -> RenderedRequest:
         profile = fitted_profile(converted.profile, self.tokenizer)
@@ -165,7 +175,7 @@ class Verbs:
             raise OptionError(
                 f"`protocol` is {shown(protocol)}; allowed: {' or '.join(map(repr, PROTOCOLS))}."
             )
-        if profile not in PROFILES:
+        if not isinstance(profile, str) or profile not in PROFILES:
             raise OptionError(
                 f"`version` is {shown(profile)}; allowed: {' or '.join(map(repr, PROFILES))}."
             )
@@ -177,15 +187,15 @@ class Verbs:
     ) -> dict[str, object]:
         """Return events and response of a reply. Ids and times come from the line alone."""
         response_id = _text(line, "response_id", "response")
-        signature = line.get("signature")
+        signature = None if line.get("signature") is None else _text(line, "signature", "")
         stream = reply_stream(
             converted,
             response_id=response_id,
             model=_text(line, "model", getattr(converted.request, "model", "")),
-            tokenizer=self.tokenizer if line.get("tokenizer", True) else None,
+            tokenizer=self.tokenizer if _switch(line, "tokenizer", True) else None,
             created=_integer(line, "created"),
-            echo=bool(line.get("echo")),
-            signature=None if signature is None else str(signature),
+            echo=_switch(line, "echo", False),
+            signature=signature,
             call_id=lambda index: _call_id(response_id, index),
         )
         events = _pushed(stream, chunks) + stream.finish()
@@ -265,6 +275,8 @@ def _object(text: bytes) -> Mapping[str, JsonValue]:
 def _request_of(line: Mapping[str, JsonValue]) -> str | Mapping[str, JsonValue]:
     """Return the request of a line: a JSON object, or the raw text of a body."""
     if "request_body" in line:
+        if "request" in line:
+            raise BodyError("There are both `request` and `request_body`; give one of them.")
         return _text(line, "request_body", "")
     return mapping(expand(line.get("request")), "request")
 
@@ -277,6 +289,11 @@ def _chunks_of(line: Mapping[str, JsonValue], tokenizer: PromptTokenizer) -> lis
             "`text` and `model_output_chunks`."
         )
     if given == ["model_output_chunks"]:
+        for name in ("finish_reason", "prompt_tokens"):
+            if name in line:
+                raise BodyError(
+                    f"`{name}` is given beside `model_output_chunks`; say it in a chunk."
+                )
         return read_chunks(line["model_output_chunks"])
     if given == ["text"]:
         text = _text(line, "text", "")
@@ -312,9 +329,9 @@ def _with_line_options(options: ConversionOptions, value: JsonValue) -> Conversi
             raise OptionError(
                 f"`options.{name}` is unknown; allowed: {', '.join(sorted({*known, 'aliases'}))}."
             )
+    models = mapping(given.get("models", dict(options.models)), "options.models")
     if aliases:
-        models: dict[str, Any] = {**(given.get("models") or options.models), **aliases}
-        given["models"] = models
+        given["models"] = {**models, **aliases}
     return replace(options, **given)
 
 
@@ -345,6 +362,13 @@ def _text(line: Mapping[str, JsonValue], name: str, default: str) -> str:
     value = line.get(name, default)
     if not isinstance(value, str):
         raise BodyError(f"`{name}` is {shown(value)}; it must be a text.")
+    return value
+
+
+def _switch(line: Mapping[str, JsonValue], name: str, default: bool) -> bool:
+    value = line.get(name, default)
+    if not isinstance(value, bool):
+        raise BodyError(f"`{name}` is {shown(value)}; it must be true or false.")
     return value
 
 

@@ -7,6 +7,7 @@ name of what was found.
 from __future__ import annotations
 
 from deepseek_recipe.decoding.dsml import (
+    STRING_ATTRIBUTE,
     Arguments,
     begins_closing_word,
     closes_block,
@@ -23,7 +24,7 @@ from deepseek_recipe.decoding.events import (
     ToolStart,
 )
 from deepseek_recipe.decoding.json_mode import Prose
-from deepseek_recipe.decoding.output import Output, Waste
+from deepseek_recipe.decoding.output import Kind, Output, Waste
 
 __all__ = ["Actions"]
 
@@ -45,6 +46,7 @@ class Actions:
 
     __slots__ = (
         "_key",
+        "_kind",
         "_mode",
         "_out",
         "_tag",
@@ -57,15 +59,17 @@ class Actions:
         "stop",
     )
 
-    def __init__(self, output: Output, *, tools: bool, json: bool) -> None:
+    def __init__(self, output: Output, kind: Kind, *, tools: bool, json: bool) -> None:
         """Begin at the start of the reply.
 
         Args:
+            kind: what the reply begins with.
             tools: a tool block may follow the content, so that newlines at its end must wait.
             json: the content is a JSON value.
         """
         self._mode = "json" if json else "plain"
         self._out = output
+        self._kind = kind  # what newlines that wait are a part of
         self._tools = tools
         self._waste = Waste(output)
         self._tag: list[str] = []  # the tag that is being read, as it was
@@ -85,12 +89,13 @@ class Actions:
     def end_reasoning(self, text: str) -> str:
         """Drop the newlines in front of the end, and say what kind of content follows."""
         self._out.newlines()
+        self._kind = Text
         return self._mode
 
     def cut_reasoning(self, text: str) -> None:
         """Pass on what was held."""
         self.reasoning(text)
-        self._out.emit(Reasoning, *self._out.newlines())
+        self.release("")
 
     def content(self, text: str) -> None:
         """Pass on content, except newlines at its end where they may be dropped."""
@@ -100,8 +105,8 @@ class Actions:
             self._out.emit(Text, text, self._out.position)
 
     def release(self, text: str) -> None:
-        """Pass on the newlines in front of something that is not content."""
-        self._out.emit(Text, *self._out.newlines())
+        """Pass on the newlines in front of something that is no text."""
+        self._out.emit(self._kind, *self._out.newlines())
 
     def cut_content(self, text: str) -> None:
         """Pass on what was held."""
@@ -114,32 +119,18 @@ class Actions:
         self.stop = text
 
     def stray_mark(self, text: str) -> None:
-        """Keep a mark that stands alone out of the content."""
+        """Keep a mark that stands alone out of the text."""
         self.release("")
         self._out.malformed(text, "a tool mark outside a tag")
 
     def stray_tag(self, text: str) -> None:
-        """Begin a closing tag in the content."""
+        """Begin what may become a closing tag."""
         self.release("")
         self._tag.append(text)
 
     def end_stray_tag(self, text: str) -> None:
-        """Keep the closing tag out of the content."""
+        """Keep the closing tag, or the mark that begins none, out of the text."""
         self._out.malformed(self._taken_tag(text), "a closing tag outside the tool block")
-
-    def break_stray_tag(self, text: str) -> None:
-        """Keep the unfinished closing tag out of the content, which goes on with a newline."""
-        self.end_stray_tag("")
-        self.content(text)
-
-    def drop_stray_tag(self, text: str) -> None:
-        """Keep the unfinished closing tag out of the content; `text` is deleted."""
-        self.end_stray_tag("")
-
-    def stray_tag_block(self, text: str) -> None:
-        """Keep the unfinished closing tag out of the content, and enter the tool block."""
-        self.end_stray_tag("")
-        self.enter_block(text)
 
     # -- JSON mode --------------------------------------------------------------------------------
 
@@ -261,6 +252,10 @@ class Actions:
         self._tag.append(text)
         self._text.append(text)
 
+    def mark_in_name(self, text: str) -> None:
+        """Keep a mark out of a name."""
+        self._waste.add(text, "a mark in a name")
+
     def begin_call(self, text: str) -> str:
         """Begin a call, unless its name is empty."""
         name = self._taken_text()
@@ -279,11 +274,6 @@ class Actions:
         self._waste.flush()
         self._end_call()
         self._tag.append(text)
-
-    def retag_end_call(self, text: str) -> None:
-        """Give up a tag, since the call's closing tag begins."""
-        self._waste_tag("", _UNENDED)
-        self.end_call(text)
 
     def end_tag_end_call(self, text: str) -> None:
         """End a closing tag where the call's closing tag begins."""
@@ -358,7 +348,10 @@ class Actions:
             self.cut_tag("")
 
     def cut_key(self, text: str) -> None:
-        """Write the part of a parameter's name that was read; `text` is a part of what ends it."""
+        """Write the part of a parameter's name that was read, and what follows from its end."""
+        if not STRING_ATTRIBUTE.startswith(text):  # it may have become another thing: it is name
+            self._text.append(text)
+            text = ""
         self._tag.clear()
         key = quoted(self._taken_text())
         ending = {0: key[:-1], 1: key}.get(len(text), f"{key}: ")
@@ -367,7 +360,7 @@ class Actions:
     def cut_kind(self, text: str) -> None:
         """Write a parameter's name, whose value was cut off."""
         call = self._open_call()
-        begun = "".join(self._text)
+        begun = "".join(self._text) + text
         if call.has(self._key) or not any(kind.startswith(begun) for kind in _KINDS):
             self.cut_tag(text)
         else:
@@ -388,9 +381,8 @@ class Actions:
 
     def _replace(self, text: str, start: int) -> None:
         blanks = self.prose.replaced(text, start)
-        if blanks:
-            logprobs = self._out.logprobs(start, start + len(text))
-            self._out.events.append(Text(blanks, logprobs))
+        if blanks:  # that are no token's text, so they have no log-probabilities
+            self._out.events.append(Text(blanks))
 
     def _tell_prose(self) -> None:
         text = self.prose.taken()

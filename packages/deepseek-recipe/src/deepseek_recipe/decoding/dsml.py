@@ -17,6 +17,7 @@ from typing import Final
 from deepseek_recipe.json_text import load
 
 __all__ = [
+    "CLOSING_TAILS",
     "STRING_ATTRIBUTE",
     "Arguments",
     "begins_closing_word",
@@ -32,9 +33,12 @@ STRING_ATTRIBUTE: Final = '" string="'
 # The text between a mark and the first quote or `>` of its tag.
 _NAMED_TAG = re.compile(r'\s*(invoke|parameter)\s+name="')
 _BLOCK_TAG = re.compile(r"\s*(?:tool_calls|calls|function_calls)\s*>")
-_WORDS: Final = ("parameter", "invoke", "tool_calls", "calls", "function_calls")
+_WORDS: Final = ("parameter", "invoke", "tool_calls", "function_calls", "calls")
 # Only these end the block: one that was opened by another word goes on to the end of the output.
 _BLOCK_ENDS: Final = ("tool_calls>", " calls>")
+
+# What a closing tag has behind its mark. One that ends like another one comes before that one.
+CLOSING_TAILS: Final = tuple(f"{blank}{word}>" for word in _WORDS for blank in (" ", ""))
 
 quoted = json.JSONEncoder(ensure_ascii=False).encode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -58,8 +59,8 @@ class TextChunk:
 class TokenChunk:
     """Token ids, each with its log-probability or none of them."""
 
-    token_ids: tuple[int, ...] | list[int]
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)

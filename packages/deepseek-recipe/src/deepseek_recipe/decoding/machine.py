@@ -29,34 +29,43 @@ tool mark's id, with `thinking_initial_stage="reasoning_start"` and `parse_tool_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from deepseek_recipe.conversation import ParsingOptions
 from deepseek_recipe.decoding.actions import Actions
 from deepseek_recipe.decoding.bytes import TokenText
-from deepseek_recipe.decoding.dsml import STRING_ATTRIBUTE
-from deepseek_recipe.decoding.events import NEED_MORE, Event, Finish, NeedMore, TokenLogprob
+from deepseek_recipe.decoding.checks import (
+    Reason,
+    checked_ids,
+    checked_logprobs,
+    checked_reason,
+    checked_text,
+)
+from deepseek_recipe.decoding.dsml import CLOSING_TAILS, STRING_ATTRIBUTE
+from deepseek_recipe.decoding.events import (
+    NEED_MORE,
+    Event,
+    Finish,
+    NeedMore,
+    Reasoning,
+    Text,
+    TokenLogprob,
+)
 from deepseek_recipe.decoding.marks import DSML, THINK_END, Spelling, without_surrogates
 from deepseek_recipe.decoding.output import Output
-from deepseek_recipe.decoding.scan import Pattern, Patterns, Scanner, patterns_of
+from deepseek_recipe.decoding.scan import Pattern, Patterns, Scanner
 from deepseek_recipe.decoding.signals import Signal
-from deepseek_recipe.decoding.states import ROWS, State, start_state
+from deepseek_recipe.decoding.states import ROWS, Row, State, start_state
 from deepseek_recipe.encoding.profile import Profile
-from deepseek_recipe.errors import OptionError, ReplyError, shown
+from deepseek_recipe.errors import OptionError, ReplyError
 
 if TYPE_CHECKING:
     from deepseek_recipe.encoding.tokenizer import PromptTokenizer
 
 __all__ = ["ReplyMachine"]
 
-Reason: TypeAlias = Literal["stop", "length", "content_filter"]
-
 _FINISHED: Final = "stream processor has finished"
-_REASONS: Final[Mapping[str, Reason]] = MappingProxyType(
-    {"stop": "stop", "length": "length", "content_filter": "content_filter"}
-)
 
 
 class ReplyMachine:
@@ -73,6 +82,7 @@ class ReplyMachine:
         "_actions",
         "_closed",
         "_eos_id",
+        "_eos_logprob",
         "_held_eos",
         "_length",
         "_output",
@@ -118,9 +128,18 @@ class ReplyMachine:
         self._tokens = None if tokenizer is None else TokenText(tokenizer, self._spelling)
         self._eos_id = None if tokenizer is None else tokenizer.special_id(profile.tokens.eos)
         self._held_eos = False  # the last token was the end-of-sequence one
+        self._eos_logprob: TokenLogprob | None = None
         self._output = Output(self._spelling)
         self._tools = parsing.parse_tool_calls or parsing.starts_in_tool_calls
-        self._actions = Actions(self._output, tools=self._tools, json=parsing.parse_json_output)
+        self._state = start_state(parsing, continues_content=continues_content)
+        self._row = ROWS[self._state]
+        thinks = self._state in (State.REASONING_START, State.REASONING)
+        self._actions = Actions(
+            self._output,
+            Reasoning if thinks else Text,
+            tools=self._tools,
+            json=parsing.parse_json_output,
+        )
         self._length = 0  # characters fed
         self._taken = 0  # events of the output that `next_event` has returned
         self._spelled = tokenizer is None  # marks are looked for by spelling, not by id
@@ -128,8 +147,6 @@ class ReplyMachine:
         self._unshown: list[TokenLogprob] = []  # of tokens whose bytes are no text yet
         self._closed = False
         self.finished = False
-        self._state = start_state(parsing, continues_content=continues_content)
-        self._row = ROWS[self._state]
         self._scanner = Scanner(self._patterns_here())
 
     # -- in ---------------------------------------------------------------------------------------
@@ -145,61 +162,54 @@ class ReplyMachine:
 
     def feed_all(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None
-    ) -> None:
+    ) -> int:
         """Take in tokens that came together, all or, when it raises, none of them.
 
+        Returns:
+            How many they are.
+
         Raises:
-            ReplyError: as `feed`, or there is not one log-probability for each id.
+            ReplyError: as `feed`, what was given is no list of integers, or there is not one
+                log-probability for each id, all of tokens of the vocabulary.
         """
         if self.finished:
             raise ReplyError(_FINISHED)
         tokens = self._tokens
         if tokens is None:
             raise ReplyError("token chunk received without a tokenizer")
-        if logprobs is not None and len(token_ids) != len(logprobs):
-            raise ReplyError(
-                f"invalid log probabilities: {len(logprobs)} log probabilities for "
-                f"{len(token_ids)} token IDs"
-            )
-        if len(token_ids) > 1:
-            for token_id in token_ids:
-                tokens.complete(token_id)  # refuses an unknown id before any is taken in
-        text = ""
-        if token_ids:
-            self._release_eos(tokens)
-            if token_ids[-1] == self._eos_id:
+        if logprobs is None and not tokens.pending and not self._held_eos:
+            text = tokens.plain(token_ids)
+            if text is not None:
+                self._take(text, spelled=False)
+                return len(token_ids)
+        ids = checked_ids(token_ids)
+        pieces = tokens.pieces(ids)  # refuses unknown ids
+        if logprobs is not None:
+            logprobs = checked_logprobs(logprobs, len(ids))
+            tokens.check(logprobs)
+        if ids:
+            if self._held_eos:
+                self._release_eos(tokens)
+            if ids[-1] == self._eos_id:
                 # dropped if nothing follows: many backends report the token that ended a reply
                 self._held_eos = True
-                token_ids = token_ids[:-1]
-        for place, token_id in enumerate(token_ids):
-            piece = tokens.complete(token_id)
-            if piece is None:
-                piece = tokens.partial(token_id)
-            elif tokens.pending:
-                text += self._flushed(tokens, len(text))
-            if logprobs is not None:
-                self._unshown.append(logprobs[place])
-            if self._unshown and piece:
-                self._place_logprobs(len(text), len(piece))
-            if piece in (THINK_END, DSML):
-                self._take(text, spelled=False)
-                self._output.has_marks = True
-                self._take(piece, spelled=False)
-                text = ""
-            else:
-                text += piece
-        self._take(text, spelled=False)
+                self._eos_logprob = None if logprobs is None else logprobs[-1]
+                pieces.pop()
+            self._read_tokens(tokens, ids, pieces, logprobs)
+        return len(ids)
 
     def feed_text(self, text: str) -> None:
         """Take in text, in which marks are known by their spelling.
 
         Raises:
-            ReplyError: the reply has ended.
+            ReplyError: the reply has ended, or it is no text.
         """
         if self.finished:
             raise ReplyError(_FINISHED)
+        if not checked_text(text):
+            return
         if self._tokens is not None:
-            if text:
+            if self._held_eos:
                 self._release_eos(self._tokens)
             if self._tokens.pending:
                 self._take(self._flushed(self._tokens), spelled=False)
@@ -217,11 +227,7 @@ class ReplyMachine:
         """
         if self._closed:
             raise ReplyError(_FINISHED)
-        known = _REASONS.get(reason)
-        if known is None:
-            raise ReplyError(
-                f"The finish reason is {shown(reason)}; allowed: {', '.join(map(repr, _REASONS))}."
-            )
+        known = checked_reason(reason)
         if not self.finished:
             if self._tokens is not None and self._tokens.pending:
                 self._take(self._flushed(self._tokens), spelled=False)
@@ -253,12 +259,38 @@ class ReplyMachine:
 
     def _release_eos(self, tokens: TokenText) -> None:
         """Read an end-of-sequence token that ended nothing: its spelling is text."""
-        if not self._held_eos:
-            return
         self._held_eos = False
         assert self._eos_id is not None, "it was held by its id"
-        text = self._flushed(tokens) if tokens.pending else ""
-        self._take(text + (tokens.complete(self._eos_id) or ""), spelled=False)
+        logprobs = None if self._eos_logprob is None else [self._eos_logprob]
+        ids = (self._eos_id,)
+        self._read_tokens(tokens, ids, [tokens.complete(self._eos_id)], logprobs)
+
+    def _read_tokens(
+        self,
+        tokens: TokenText,
+        token_ids: Sequence[int],
+        pieces: Sequence[str | None],
+        logprobs: Sequence[TokenLogprob] | None,
+    ) -> None:
+        """Read tokens, of which `pieces` are the texts of those that are complete on their own."""
+        text = ""
+        for place, piece in enumerate(pieces):
+            if piece is None:
+                piece = tokens.partial(token_ids[place])
+            elif tokens.pending:
+                text += self._flushed(tokens, len(text))
+            if logprobs is not None:
+                self._unshown.append(logprobs[place])
+            if self._unshown and piece:
+                self._place_logprobs(len(text), len(piece))
+            if piece in (THINK_END, DSML):
+                self._take(text, spelled=False)
+                self._output.has_marks = True
+                self._take(piece, spelled=False)
+                text = ""
+            else:
+                text += piece
+        self._take(text, spelled=False)
 
     def _flushed(self, tokens: TokenText, offset: int = 0) -> str:
         text = tokens.flush()
@@ -274,15 +306,16 @@ class ReplyMachine:
         self._unshown.clear()
 
     def _take(self, text: str, *, spelled: bool) -> None:
+        if not text:
+            return
         if spelled is not self._spelled:
             # what was held may become a mark in one way of looking and not in the other
             self._spelled = spelled
             self._read(self._scanner.use(self._patterns_here()))
-        if text:
-            if self._parsing.parse_json_output:
-                self._actions.prose.piece(self._length)
-            self._length += len(text)
-            self._read(text)
+        if self._parsing.parse_json_output:
+            self._actions.prose.piece(self._length)
+        self._length += len(text)
+        self._read(text)
 
     def _read(self, text: str) -> None:
         """Read a text to its end, or to where the reply ends."""
@@ -297,21 +330,44 @@ class ReplyMachine:
                 if rest:
                     self._enter(row.behind_newlines)
                 continue
+            if row.otherwise is not None:
+                text, at = self._follow(row, row.otherwise, text, at)
+                continue
             plain, found, at = self._scanner.scan(text, at)
             if plain:
                 row.text(self._actions, plain)
                 output.position += len(plain)
             if found is not None:
-                action, then = row.on[found.signal]
-                outcome = action(self._actions, found.text)
-                output.position += len(found.text)
-                self._enter(then if isinstance(then, State) else then[outcome or ""])
+                self._act(row, found)
 
-    def _enter(self, state: State) -> None:
+    def _follow(self, row: Row, otherwise: State, text: str, at: int) -> tuple[str, int]:
+        """Read on what may become one signal as a whole; return what is left, and from where on.
+
+        When it cannot, all of it is left.
+        """
+        found, waits, end = self._scanner.follow(text, at)
+        if found is not None:
+            self._act(row, found)
+        elif not waits:
+            row.text(self._actions, "")
+            held = self._enter(otherwise)
+            if len(held) > end:  # it began in an earlier text, so that this one was read from 0
+                return held[: len(held) - end] + text, 0
+            end -= len(held)
+        return text, end
+
+    def _act(self, row: Row, found: Pattern) -> None:
+        action, then = row.on[found.signal]
+        outcome = action(self._actions, found.text)
+        self._output.position += len(found.text)
+        self._enter(then if isinstance(then, State) else then[outcome or ""])
+
+    def _enter(self, state: State) -> str:
+        """Go to a state; return what was held back in the one before."""
         self._state = state
         self._row = ROWS[state]
-        self._scanner.use(self._patterns_here())
         self.finished = state is State.STOPPED
+        return self._scanner.use(self._patterns_here())
 
     def _patterns_here(self) -> Patterns:
         """Return what ends plain text in the current state."""
@@ -319,14 +375,9 @@ class ReplyMachine:
         patterns = self._patterns.get(key)
         if patterns is None:
             texts = self._texts()
-            row = self._row
-            patterns = self._patterns[key] = patterns_of(
-                tuple(
-                    Pattern(text, signal)
-                    for signal in Signal
-                    if signal in row.on
-                    for text in texts[signal]
-                )
+            signals = [signal for signal in Signal if signal in self._row.on]
+            patterns = self._patterns[key] = Patterns(
+                tuple(Pattern(text, signal) for signal in signals for text in texts[signal])
             )
         return patterns
 
@@ -345,10 +396,11 @@ class ReplyMachine:
             # spelled out of brackets it is text
             Signal.MARK: (dsml,) if tools and not self._spelled else (),
             Signal.THINK_END: (think_end,),
+            Signal.LONE: () if self._spelled else (THINK_END, DSML),
             Signal.STRING_ATTRIBUTE: (STRING_ATTRIBUTE,),
             Signal.QUOTE: ('"',),
             Signal.TAG_END: (">",),
-            Signal.NEWLINE: ("\n",),
+            Signal.TAIL: CLOSING_TAILS,
         }
 
     def _finish(self, reason: Reason) -> Finish:

@@ -35,12 +35,13 @@ class Output:
         self._logprobs: deque[tuple[int, int, TokenLogprob]] = deque()
 
     def emit(self, kind: Kind, text: str, start: int) -> None:
-        """Write an event for a text that begins at an offset."""
+        """Write an event for a text that begins at an offset, if it is not empty."""
+        if not text:
+            return
         if self._logprobs:
-            logprobs = self.logprobs(start, start + len(text))
-            if text:
-                self.events.append(kind(self.spelled(text), logprobs))
-        elif text:
+            logprobs = self._taken_logprobs(start, start + len(text))
+            self.events.append(kind(self.spelled(text), logprobs))
+        else:
             self.events.append(kind(self.spelled(text)))
 
     def malformed(self, text: str, why: str) -> None:
@@ -75,7 +76,7 @@ class Output:
         """Keep a token's log-probability until its text, at these offsets, is shown."""
         self._logprobs.append((start, end, logprob))
 
-    def logprobs(self, start: int, end: int) -> tuple[TokenLogprob, ...]:
+    def _taken_logprobs(self, start: int, end: int) -> tuple[TokenLogprob, ...]:
         """Return those of the tokens that are shown first by the text at these offsets."""
         queue = self._logprobs
         taken = []

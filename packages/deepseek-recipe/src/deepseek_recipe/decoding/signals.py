@@ -10,7 +10,8 @@ __all__ = ["Signal"]
 class Signal(Enum):
     """What can follow plain text. Where two end at the same character, the first one here counts.
 
-    `OPEN` and `CLOSE` are `<` or `</` with the tool mark behind it, `MARK` is the mark alone.
+    `OPEN` and `CLOSE` are `<` or `</` with the tool mark behind it, `MARK` is that mark alone and
+    `LONE` any mark alone. `TAIL` is what a closing tag has behind its mark.
     """
 
     STOP = auto()
@@ -21,7 +22,8 @@ class Signal(Enum):
     CLOSE = auto()
     MARK = auto()
     THINK_END = auto()
+    LONE = auto()
     STRING_ATTRIBUTE = auto()
     QUOTE = auto()
     TAG_END = auto()
-    NEWLINE = auto()
+    TAIL = auto()

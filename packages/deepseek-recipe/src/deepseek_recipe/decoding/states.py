@@ -20,13 +20,14 @@ class State(Enum):
 
     REASONING_START = auto()
     REASONING = auto()
+    REASONING_TAG = auto()  # behind a `</MARK` that may begin a closing tag which closes nothing
     CONTENT_START = auto()
     CONTENT = auto()
-    CONTENT_TAG = auto()  # in a closing tag that closes nothing
+    CONTENT_TAG = auto()
     JSON_START = auto()
     BEFORE_JSON = auto()
     JSON = auto()
-    JSON_TAG = auto()  # in a closing tag that closes nothing
+    JSON_TAG = auto()
     AFTER_JSON = auto()
     STOPPED = auto()  # a stop text was found
 
@@ -61,12 +62,15 @@ class Row:
         cut: with text that is held back when the reply ends.
         on: with a signal, and the next state, which may depend on what the action found.
         behind_newlines: newlines are dropped; the state that reads the first other character.
+        otherwise: a signal counts only where the state begins; the state that reads all else, which
+            `text` is not given.
     """
 
     text: Action
     cut: Action
     on: Mapping[Signal, tuple[Action, Then]]
     behind_newlines: State | None = None
+    otherwise: State | None = None
 
 
 def start_state(parsing: ParsingOptions, *, continues_content: bool) -> State:
@@ -113,14 +117,10 @@ def _start(then: State) -> Row:
 
 def _stray_tag(then: State) -> Row:
     return Row(
-        text=_A.tag,
+        text=_A.end_stray_tag,
         cut=_A.end_stray_tag,
-        on={
-            Signal.TAG_END: (_A.end_stray_tag, then),
-            Signal.NEWLINE: (_A.break_stray_tag, then),
-            Signal.OPEN: (_A.stray_tag_block, _S.BLOCK_TAG),
-            Signal.THINK_END: (_A.drop_stray_tag, then),
-        },
+        on={Signal.TAIL: (_A.end_stray_tag, then)},
+        otherwise=then,
     )
 
 
@@ -137,8 +137,11 @@ ROWS: Final[Mapping[State, Row]] = MappingProxyType(
                     {"plain": _S.CONTENT_START, "json": _S.JSON_START},
                 ),
                 Signal.OPEN: _ENTER_BLOCK,
+                Signal.CLOSE: (_A.stray_tag, _S.REASONING_TAG),
+                Signal.MARK: (_A.stray_mark, _S.REASONING),
             },
         ),
+        _S.REASONING_TAG: _stray_tag(_S.REASONING),
         _S.CONTENT_START: _start(_S.CONTENT),
         _S.CONTENT: Row(
             text=_A.content,
@@ -174,10 +177,18 @@ ROWS: Final[Mapping[State, Row]] = MappingProxyType(
                 Signal.OPEN: _ENTER_BLOCK,
                 Signal.CLOSE: (_A.stray_tag, _S.JSON_TAG),
                 Signal.MARK: (_A.stray_mark, _S.JSON),
+                Signal.THINK_END: (_A.release, _S.JSON),
             },
         ),
         _S.JSON_TAG: _stray_tag(_S.JSON),
-        _S.AFTER_JSON: Row(text=_A.around, cut=_A.cut_around, on={Signal.OPEN: _ENTER_BLOCK}),
+        _S.AFTER_JSON: Row(
+            text=_A.around,
+            cut=_A.cut_around,
+            on={
+                Signal.OPEN: _ENTER_BLOCK,
+                Signal.THINK_END: (_A.release_around, _S.AFTER_JSON),
+            },
+        ),
         # ---- tool block, outside calls
         _S.BLOCK: Row(
             text=_A.waste,
@@ -219,6 +230,7 @@ ROWS: Final[Mapping[State, Row]] = MappingProxyType(
                     _A.begin_call,
                     {"named": _S.CALL_TAG_REST, "unnamed": _S.BLOCK},
                 ),
+                Signal.LONE: (_A.mark_in_name, _S.CALL_NAME),
                 Signal.OPEN: (_A.retag, _S.BLOCK_TAG),
                 Signal.CLOSE: (_A.retag, _S.BLOCK_END),
             },
@@ -265,6 +277,7 @@ ROWS: Final[Mapping[State, Row]] = MappingProxyType(
             cut=_A.cut_key,
             on={
                 Signal.STRING_ATTRIBUTE: (_A.end_key, _S.VALUE_KIND),
+                Signal.LONE: (_A.mark_in_name, _S.KEY),
                 Signal.OPEN: (_A.retag, _S.PARAMETER_TAG),
                 Signal.CLOSE: (_A.waste_tag, _S.BAD_PARAMETER_END),
             },

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from deepseek_recipe.decoding.checks import checked_count, checked_ready, checked_reason
 from deepseek_recipe.decoding.events import (
     BackendFinish,
     Chunk,
@@ -30,6 +32,10 @@ __all__ = ["ReplyStream", "ReplyWriter", "ServerEvent", "Usage"]
 # Beside those that JSON escapes anyway; they can stand inside JSON strings only.
 _LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 
+# Reasoning up to this many characters is counted in tokens, which takes up to half a second there;
+# the longest replies of the checkpoints have fewer.
+_MAX_COUNTED = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
@@ -37,7 +43,8 @@ class ServerEvent:
 
     Attributes:
         name: of the event, None where the protocol names none.
-        data: JSON text without line breaks.
+        data: JSON text without the line breaks of JSON; U+0085, U+2028 and U+2029 may stand in it,
+            and `sse` escapes them.
     """
 
     name: str | None
@@ -65,8 +72,8 @@ class Usage:
     Attributes:
         cached_tokens: those of the prompt that the cache held.
         completion_tokens: all that were produced, those without text included.
-        reasoning_tokens: length of the reasoning text in tokens (0 without reasoning); None when
-            there is no tokenizer to count it.
+        reasoning_tokens: length of the reasoning text in tokens (0 without reasoning), of a text
+            over 1 Mi characters all tokens; None when there is no tokenizer to count it.
     """
 
     prompt_tokens: int
@@ -84,6 +91,11 @@ class ReplyWriter(Protocol):
 
     done_data: str | None
 
+    @property
+    def malformed(self) -> Sequence[Malformed]:
+        """Text of the model that the protocol has no place for, so far."""
+        ...
+
     def start(self, ready: Ready) -> list[ServerEvent]:
         """Return what the client is sent before any output."""
         ...
@@ -97,7 +109,7 @@ class ReplyWriter(Protocol):
         ...
 
     def response(self) -> dict[str, object]:
-        """Return the whole response, once `finish` was called."""
+        """Return the whole response, once `finish` was called; a new value each time."""
         ...
 
 
@@ -146,7 +158,7 @@ class ReplyStream:
     @property
     def malformed(self) -> tuple[Malformed, ...]:
         """The model's text that fits nowhere so far; no server event holds it."""
-        return tuple(self._malformed)
+        return (*self._malformed, *self._writer.malformed)
 
     def push(self, chunk: Chunk) -> list[ServerEvent]:
         """Take in a chunk and return the server events that it completes.
@@ -155,31 +167,37 @@ class ReplyStream:
 
         Raises:
             ReplyError: the stream has finished, a second `Ready`, a token id outside the
-                vocabulary, token ids without a tokenizer, or not one log-probability for each id.
+                vocabulary, token ids or log-probabilities without a tokenizer, not one
+                log-probability for each id, or a field of the chunk has a wrong type or value.
         """
         if self.finished:
             raise ReplyError("stream processor has finished")
         machine = self._machine
+        reason = None
         if isinstance(chunk, TokenChunk):
-            machine.feed_all(chunk.token_ids, chunk.logprobs)
-            self._completion_tokens += len(chunk.token_ids)
+            if chunk.logprobs is not None and self._tokenizer is None:
+                raise ReplyError("Log-probabilities came, but there is no `tokenizer`; pass one.")
+            self._completion_tokens += machine.feed_all(chunk.token_ids, chunk.logprobs)
         elif isinstance(chunk, TextChunk):
+            num_tokens = checked_count(chunk.num_tokens, "number of tokens")
             machine.feed_text(chunk.text)
             self._ids_only = False
-            self._completion_tokens += chunk.num_tokens
+            self._completion_tokens += num_tokens
         elif isinstance(chunk, Ready):
             if self._ready is not None:
                 raise ReplyError("ready chunk received after the reply has begun")
-            return self._start(chunk)
-        elif not isinstance(chunk, BackendFinish):
+            return self._start(checked_ready(chunk))
+        elif isinstance(chunk, BackendFinish):
+            reason = checked_reason(chunk.reason)
+        else:
             raise ReplyError(
                 f"{shown(chunk)} is no chunk; push Ready, TextChunk, TokenChunk or BackendFinish."
             )
         out = self._start(Ready(prompt_tokens=0)) if self._ready is None else []
         for event in machine.drain():
             out += self._written(event)
-        if isinstance(chunk, BackendFinish):
-            out += self._end(chunk.reason)
+        if reason is not None:
+            out += self._end(reason)
         elif machine.finished:
             out += self._end("stop")
         return out
@@ -192,7 +210,7 @@ class ReplyStream:
         return [] if self.finished else self.push(BackendFinish("stop"))
 
     def response(self) -> dict[str, object]:
-        """Return the whole response.
+        """Return the whole response, a new value each time.
 
         Raises:
             ReplyError: the stream has not finished.
@@ -222,10 +240,16 @@ class ReplyStream:
 
     def _usage(self) -> Usage:
         assert self._ready is not None, "a reply starts before it ends"
-        count = None if self._tokenizer is None else self._tokenizer.count("".join(self._reasoning))
-        if count is not None and self._ids_only:
-            # a model may write a text in fewer tokens than the tokenizer would
-            count = min(count, self._completion_tokens)
+        text = "".join(self._reasoning)
+        if self._tokenizer is None:
+            count = None
+        elif len(text) > _MAX_COUNTED:
+            count = self._completion_tokens
+        else:
+            count = self._tokenizer.count(text)
+            if self._ids_only:
+                # a model may write a text in fewer tokens than the tokenizer would
+                count = min(count, self._completion_tokens)
         return Usage(
             prompt_tokens=self._ready.prompt_tokens,
             cached_tokens=self._ready.cached_tokens,

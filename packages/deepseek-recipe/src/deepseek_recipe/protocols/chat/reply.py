@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from json import JSONEncoder
 from typing import TYPE_CHECKING
 
 from deepseek_recipe.decoding.events import (
     Event,
     Finish,
+    Malformed,
     Ready,
     Reasoning,
     Text,
-    TokenLogprob,
     ToolArguments,
     ToolStart,
 )
 from deepseek_recipe.decoding.stream import ServerEvent, Usage
-from deepseek_recipe.errors import ReplyError
 from deepseek_recipe.protocols import call_ids
 from deepseek_recipe.protocols.chat.models import ChatRequest
 from deepseek_recipe.protocols.converted import ConvertedRequest
-from deepseek_recipe.protocols.logprobs import logprob_entries
+from deepseek_recipe.protocols.logprobs import LogprobTexts
 
 if TYPE_CHECKING:
     from deepseek_recipe.encoding.tokenizer import PromptTokenizer
 
 __all__ = ["ChatWriter"]
 
-_dumps = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_KEYS = ("content", "reasoning_content")
 _NO_LOGPROBS = '"logprobs":null,"finish_reason":null}]'
 
 
@@ -55,6 +55,7 @@ class ChatWriter:
     """
 
     done_data: str | None = "[DONE]"
+    malformed: tuple[Malformed, ...] = ()  # there is a place for everything
 
     def __init__(
         self,
@@ -78,7 +79,9 @@ class ChatWriter:
         self._id = response_id
         self._model = model
         self._created = created
-        self._tokenizer = tokenizer
+        self._told: LogprobTexts | None = None
+        if tokenizer is not None and converted.settings.logprobs:
+            self._told = LogprobTexts(tokenizer)
         self._call_id = call_id
         self._thinking = converted.conversation.thinking
         # the answer's begin is the client's own text, so there is no reasoning to tell of
@@ -88,10 +91,10 @@ class ChatWriter:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
-        self._logprobs: dict[str, list[object]] = {}
-        self._response: dict[str, object] = {}
+        self._logprobs: dict[str, list[str]] = {}  # JSON text
+        self._end = ("", "")  # the reason and the usage's JSON text
         self._head = self._tail = ""
-        self._before = self._behind = ("", "")
+        self._before = self._ends = self._behind = ("", "")
 
     def start(self, ready: Ready) -> list[ServerEvent]:
         """Return the chunk with the role."""
@@ -107,12 +110,14 @@ class ChatWriter:
         self._tail = f"{self._usage_null}}}"
         plain = f",{_NO_LOGPROBS}{self._tail}"
         no_reasoning = ',"reasoning_content":null' if self._thinking else ""
-        # of content and reasoning: what stands before the text, and behind it
+        # of content and reasoning: what stands before the text, and behind it up to the delta's end
+        # or to the chunk's
         self._before = (
             f'{self._head}{{"content":',
             f'{self._head}{{"content":null,"reasoning_content":',
         )
-        self._behind = (f"{no_reasoning}}}{plain}", f"}}{plain}")
+        self._ends = (f"{no_reasoning}}}", "}")
+        self._behind = (self._ends[0] + plain, self._ends[1] + plain)
         delta: dict[str, object] = {"role": "assistant", "content": ""}
         if self._continues:
             delta["reasoning_content"] = None
@@ -124,13 +129,13 @@ class ChatWriter:
         """Return the chunk for an event."""
         if isinstance(event, Text):
             self._content.append(event.text)
-            if event.logprobs:
-                return [self._chunk_with_logprobs("content", event.text, event.logprobs)]
+            if event.logprobs and self._told is not None:
+                return [self._chunk_with_logprobs(0, event, self._told)]
             return [ServerEvent(None, self._before[0] + _dumps(event.text) + self._behind[0])]
         if isinstance(event, Reasoning):
             self._reasoning.append(event.text)
-            if event.logprobs:
-                return [self._chunk_with_logprobs("reasoning_content", event.text, event.logprobs)]
+            if event.logprobs and self._told is not None:
+                return [self._chunk_with_logprobs(1, event, self._told)]
             return [ServerEvent(None, self._before[1] + _dumps(event.text) + self._behind[1])]
         if isinstance(event, ToolArguments):
             self._calls[event.index].pieces.append(event.text)
@@ -151,44 +156,45 @@ class ChatWriter:
         delta: dict[str, object] = {"content": ""}
         if self._thinking:
             delta["reasoning_content"] = None
-        counts = self._usage(usage)
+        counts = _dumps(self._usage(usage))
+        self._end = (finish.reason, counts)
+        ending = f',"logprobs":null,"finish_reason":"{finish.reason}"}}],"usage":{counts}}}'
+        return [ServerEvent(None, self._head + _dumps(delta) + ending)]
+
+    def response(self) -> dict[str, object]:
+        """Return the whole response."""
+        reason, counts = self._end
+        logprobs = {
+            key: json.loads(f"[{','.join(entries)}]") for key, entries in self._logprobs.items()
+        }
         choice = {
             "index": 0,
             "message": self._message(),
-            "logprobs": self._logprobs or None,
-            "finish_reason": finish.reason,
+            "logprobs": logprobs or None,
+            "finish_reason": reason,
         }
-        self._response = {
+        return {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._model,
             "choices": [choice],
-            "usage": counts,
+            "usage": json.loads(counts),
             "system_fingerprint": self._fingerprint,
         }
-        ending = f',"logprobs":null,"finish_reason":"{finish.reason}"}}],"usage":{_dumps(counts)}}}'
-        return [ServerEvent(None, self._head + _dumps(delta) + ending)]
-
-    def response(self) -> dict[str, object]:
-        """Return the whole response."""
-        return self._response
 
     def _chunk(self, delta: str) -> ServerEvent:
         return ServerEvent(None, f"{self._head}{delta},{_NO_LOGPROBS}{self._tail}")
 
     def _chunk_with_logprobs(
-        self, key: str, text: str, logprobs: tuple[TokenLogprob, ...]
+        self, place: int, event: Text | Reasoning, told: LogprobTexts
     ) -> ServerEvent:
-        if self._tokenizer is None:
-            raise ReplyError("Log-probabilities came, but the writer has no `tokenizer`; pass one.")
-        entries = logprob_entries(logprobs, self._tokenizer)
-        self._logprobs.setdefault(key, []).extend(entries)
-        delta: dict[str, object] = {key: text}
-        if self._thinking:
-            delta = {"content": None, "reasoning_content": None, **delta}
-        told = f'"logprobs":{_dumps({key: entries})},"finish_reason":null}}]'
-        return ServerEvent(None, f"{self._head}{_dumps(delta)},{told}{self._tail}")
+        key = _KEYS[place]
+        entries = told.entries(event.logprobs)
+        self._logprobs.setdefault(key, []).append(entries)
+        delta = f"{self._before[place]}{_dumps(event.text)}{self._ends[place]}"
+        told_of = f'"logprobs":{{"{key}":[{entries}]}},"finish_reason":null}}]'
+        return ServerEvent(None, f"{delta},{told_of}{self._tail}")
 
     def _message(self) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": "".join(self._content)}

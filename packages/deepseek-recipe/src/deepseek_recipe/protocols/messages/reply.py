@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from json import JSONEncoder
 from json.encoder import encode_basestring
@@ -12,6 +13,7 @@ from deepseek_recipe.conversation import JsonValue
 from deepseek_recipe.decoding.events import (
     Event,
     Finish,
+    Malformed,
     Ready,
     Reasoning,
     Text,
@@ -71,6 +73,7 @@ class MessagesWriter:
     """Writes one reply. For the order of calls see `ReplyWriter`."""
 
     done_data: str | None = None
+    malformed: tuple[Malformed, ...] = ()  # there is a place for everything
 
     def __init__(
         self,
@@ -136,9 +139,9 @@ class MessagesWriter:
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": self._content,
+            "content": deepcopy(self._content),
             **self._end,
-            "usage": self._usage,
+            "usage": dict(self._usage),
         }
 
     def _text(self, kind: Literal["thinking", "text", "tool_use"], text: str) -> list[ServerEvent]:

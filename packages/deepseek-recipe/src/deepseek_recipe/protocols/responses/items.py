@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from typing import ClassVar, Literal, TypeAlias
 
@@ -59,14 +60,14 @@ class _TextItem(OutputItem):
     """An item with one part, which is text. `kind` names the part and the events of its text."""
 
     kind: ClassVar[str]
-    # what a delta event has beside its text
-    beside_delta: ClassVar[_Object] = {}
+    # JSON text of what a delta event has beside its text
+    beside_delta: ClassVar[str] = ""
 
     def __init__(self, response_id: str, index: int) -> None:
         super().__init__(response_id, index)
         self._pieces: list[str] = []
         self._delta_name = f"response.{self.kind}.delta"
-        self._delta_head = delta_head(self._delta_name, {**self.place, **self.beside_delta})
+        self._delta_head = delta_head(self._delta_name, self.place)
 
     @property
     def place(self) -> _Object:
@@ -89,7 +90,7 @@ class _TextItem(OutputItem):
     def delta(self, sequence: Sequence, text: str) -> ServerEvent:
         """Take in a piece of the text and return its event."""
         self._pieces.append(text)
-        return sequence.delta(self._delta_name, self._delta_head, text)
+        return sequence.delta(self._delta_name, self._delta_head, text, self.beside_delta)
 
     def closed(self, sequence: Sequence, status: Status) -> list[ServerEvent]:
         text, part = self.text_fields(), self.part()
@@ -128,28 +129,33 @@ class MessageItem(_TextItem):
 
     prefix = "msg"
     kind = "output_text"
-    beside_delta: ClassVar[_Object] = {"logprobs": []}
+    beside_delta = ',"logprobs":[]'
 
     def __init__(self, response_id: str, index: int) -> None:
         """Begin the item that is the `index`-th of the output."""
         super().__init__(response_id, index)
-        self._logprobs: list[_Object] = []
+        self._logprobs: list[str] = []  # JSON text
         self.phase: Literal["final_answer", "commentary"] = "final_answer"
 
     def text_fields(self) -> _Object:
         """Return the text and its log-probabilities so far."""
-        return {"logprobs": self._logprobs, **super().text_fields()}
+        logprobs = json.loads(f"[{','.join(self._logprobs)}]")
+        return {"logprobs": logprobs, **super().text_fields()}
 
     def part(self) -> _Object:
         """Return the part with the text so far."""
         return {"annotations": [], **super().part()}
 
-    def delta_with(self, sequence: Sequence, text: str, logprobs: list[_Object]) -> ServerEvent:
-        """Take in a piece of the text with its log-probabilities and return its event."""
+    def delta_with(self, sequence: Sequence, text: str, logprobs: str) -> ServerEvent:
+        """Take in a piece of the text with its log-probabilities and return its event.
+
+        Args:
+            logprobs: JSON text of the entries, with commas between them.
+        """
         self._pieces.append(text)
-        self._logprobs += logprobs
-        fields = {**self.place, "delta": text, "logprobs": logprobs}
-        return sequence.event(self._delta_name, fields)
+        self._logprobs.append(logprobs)
+        beside = f',"logprobs":[{logprobs}]'
+        return sequence.delta(self._delta_name, self._delta_head, text, beside)
 
     def value(self, status: Status) -> _Object:
         """Return the item as the client sees it."""
@@ -176,6 +182,10 @@ class CallItem(OutputItem):
     @abstractmethod
     def arguments(self, sequence: Sequence, text: str) -> list[ServerEvent]:
         """Take in a piece of the arguments and return its events."""
+
+    def left_out(self) -> str:
+        """Return what of the arguments so far no event and no value shows."""
+        return ""
 
 
 class FunctionCall(CallItem):
@@ -236,6 +246,10 @@ class CustomToolCall(CallItem):
         self._pieces.append(added)
         return [sequence.delta(self._delta_name, self._delta_head, added)]
 
+    def left_out(self) -> str:
+        """Return what does not belong to the text."""
+        return self._input.left_out()
+
     def closed(self, sequence: Sequence, status: Status) -> list[ServerEvent]:
         """Return the events that end the item."""
         fields = {**self.place, "input": "".join(self._pieces)}
@@ -277,6 +291,10 @@ class ToolSearchCall(CallItem):
             "execution": "client",
             "arguments": {} if arguments is None else arguments,
         }
+
+    def left_out(self) -> str:
+        """Return the arguments that are no object."""
+        return "".join(self._pieces) if self._parsed() is None else ""
 
     def _parsed(self) -> _Object | None:
         try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from deepseek_recipe.decoding.events import (
     Event,
     Finish,
+    Malformed,
     Ready,
     Reasoning,
     Text,
@@ -18,7 +20,7 @@ from deepseek_recipe.decoding.events import (
 from deepseek_recipe.decoding.stream import ServerEvent, Usage
 from deepseek_recipe.protocols import call_ids
 from deepseek_recipe.protocols.converted import ConvertedRequest
-from deepseek_recipe.protocols.logprobs import logprob_entries
+from deepseek_recipe.protocols.logprobs import LogprobTexts
 from deepseek_recipe.protocols.responses.items import (
     CallItem,
     CustomToolCall,
@@ -82,7 +84,10 @@ class ResponsesWriter:
             isinstance(tool, ToolSearchTool) and tool.execution == "client"
             for tool in request.tools or ()
         )
-        self._logprobs_of = tokenizer if converted.settings.logprobs else None
+        self.malformed: list[Malformed] = []
+        self._logprobs = None
+        if tokenizer is not None and converted.settings.logprobs:
+            self._logprobs = LogprobTexts(tokenizer)
         self._clock = clock
         self._call_id = call_id
         self._sequence = Sequence()
@@ -130,12 +135,12 @@ class ResponsesWriter:
 
     def response(self) -> dict[str, object]:
         """Return the whole response."""
-        return self._response
+        return deepcopy(self._response)
 
     def _write_text(self, event: Text) -> list[ServerEvent]:
         out, item = self._text_item(MessageItem)
-        if event.logprobs and self._logprobs_of is not None:
-            entries = logprob_entries(event.logprobs, self._logprobs_of)
+        if event.logprobs and self._logprobs is not None:
+            entries = self._logprobs.entries(event.logprobs)
             out.append(item.delta_with(self._sequence, event.text, entries))
         else:
             out.append(item.delta(self._sequence, event.text))
@@ -171,5 +176,8 @@ class ResponsesWriter:
         item, self._item = self._item, None
         if item is None:
             return []
+        if isinstance(item, CallItem) and (left_out := item.left_out()):
+            why = f"arguments that a call of {item.name!r} has no place for"
+            self.malformed.append(Malformed(left_out, why))
         self._output.append(item.value(status))
         return item.closed(self._sequence, status)

@@ -32,11 +32,13 @@ class Sequence:
         self._next += 1
         return ServerEvent(name, _dumps(payload))
 
-    def delta(self, name: str, head: str, text: str) -> ServerEvent:
+    def delta(self, name: str, head: str, text: str, beside: str = "") -> ServerEvent:
         """Return an event that differs from its neighbours in text and number only.
 
-        There is one for each token, so all else was written once, by `delta_head`.
+        There is one for each token, so all else was written once, by `delta_head`. `beside` is the
+        JSON text of more fields, each with a comma in front.
         """
         number = self._next
         self._next = number + 1
-        return ServerEvent(name, f'{head}{encode_basestring(text)},"sequence_number":{number}}}')
+        data = f'{head}{encode_basestring(text)}{beside},"sequence_number":{number}}}'
+        return ServerEvent(name, data)
