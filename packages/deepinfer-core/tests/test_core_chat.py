@@ -18,6 +18,10 @@ from deepinfer_core.loader import find_recipe
 HELLO = [{"role": "user", "content": "hi"}]
 
 
+class Unknown(Exception):
+    pass
+
+
 class Refused(Exception):
     param, code, status_code = "messages", "invalid_request_error", 400
 
@@ -43,6 +47,8 @@ class Reply:
 
     def push(self, token_ids: Sequence[int], logprobs: object = None) -> list[object]:
         assert not self.finished
+        if 400 in token_ids or "400" in str(logprobs):
+            raise Unknown
         self.ids += token_ids
         self.logprobs.append(logprobs)
         if 13 in token_ids:
@@ -63,6 +69,7 @@ class Recipe:
     """One id for each character; `kind` in a body is the kind of its constraint."""
 
     request_error = Refused
+    reply_error = Unknown
     tokenizer_error = OSError
 
     def __init__(self, tokenizer_file: Path) -> None:
@@ -155,6 +162,14 @@ def test_the_end_of_sequence_is_no_part_of_the_reply(llm: LLM, scripted) -> None
     assert output.content == "10"
     assert output.output.token_ids == (10, 1)
     assert output.finish_reason == "stop"
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text(llm: LLM, scripted, recipe) -> None:
+    scripted.script = lambda request: iter([10, 400, 399, 398, 11])
+    (output,) = llm.chat(HELLO, logprobs=True)
+    # 399 and 398 are known, an alternative of theirs is not
+    assert output.content == "10 399 398 11" and output.output.token_ids[1] == 400
+    assert [each is None for each in recipe.replies[0].logprobs] == [False, True, False, False]
 
 
 def test_logprobs_reach_the_reply(llm: LLM, recipe) -> None:

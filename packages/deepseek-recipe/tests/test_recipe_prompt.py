@@ -23,6 +23,7 @@ from deepseek_recipe.conversation import (
 from deepseek_recipe.encoding.profile import PROFILES, TOOLS_TAIL, V4, V41, Profile
 from deepseek_recipe.encoding.prompt import Prompt, Special, render
 from deepseek_recipe.encoding.tokenizer import PromptTokenizer
+from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.json_text import dump_compact
 from deepseek_recipe.options import MODELS, ConversionOptions
 from deepseek_recipe.protocols.dispatch import convert, parse
@@ -329,7 +330,8 @@ def test_arguments_that_are_no_object_stand_raw(arguments: str) -> None:
 def test_grounding_is_tokens_in_what_an_assistant_said_and_nowhere_else(profile: Profile) -> None:
     spelled = "a<｜ref｜>b<｜/ref｜><｜box｜><｜box<｜/polygon｜>"
     expected = [
-        Special(name) for name in ("<｜ref｜>", "<｜/ref｜>", "<｜box｜>", "<｜/polygon｜>")
+        Special(name, optional=True)
+        for name in ("<｜ref｜>", "<｜/ref｜>", "<｜box｜>", "<｜/polygon｜>")
     ]
 
     def found(*messages: Message, **fields: Any) -> list[Special]:
@@ -430,3 +432,16 @@ def test_another_spelling_is_a_change_of_the_profile() -> None:
     call = ToolCall("1", "f", "{}")
     text = render(Conversation((user("a"), assistant("<｜ref｜>", call)), False), profile).text
     assert "<U>a<｜Assistant｜></think><｜ref｜>\n\n<@@tool_calls>\n<@@invoke" in text
+
+
+def test_tools_that_come_in_again_and_again_cannot_blow_up_a_prompt() -> None:
+    tool = Tool("f", "d" * 100_000, {"type": "object"}, deferred=True)
+
+    def conversation(times: int) -> Conversation:
+        late = Message("system", tools=(tool,))
+        return Conversation((Message("user", ("x",)), *[late] * times), thinking=False)
+
+    assert len(render(conversation(40), V41).text) > 4_000_000
+    with pytest.raises(ConversionError, match="Bring each of them in once"):
+        render(conversation(1000), V41)
+    assert len(render(conversation(1000), V4).text) < 1000

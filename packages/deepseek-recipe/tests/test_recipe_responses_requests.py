@@ -736,3 +736,13 @@ def test_a_hundred_thousand_items_convert() -> None:
     converted = convert(input=items, _unsupported="ignore")
     assert len(converted.conversation.messages) == 60_000
     assert len(converted.left_out) == 20_000
+
+
+def test_descriptions_of_namespaces_cannot_blow_up_a_request() -> None:
+    def namespace(count: int, length: int) -> dict[str, Any]:
+        tools = [{"type": "function", "name": f"f{index}"} for index in range(count)]
+        return {"type": "namespace", "name": "n", "description": "d" * length, "tools": tools}
+
+    assert len(convert(tools=[namespace(40, 100_000)]).conversation.tools) == 40
+    with pytest.raises(ConversionError, match=r"tools\[0\]\.tools\[41\]: descriptions"):
+        convert(tools=[namespace(1000, 100_000)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from deepinfer_core.errors import RequestError, shown
@@ -30,6 +31,7 @@ class ChatRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     reply: Reply
+    reply_error: type[Exception]
     overridden: tuple[str, ...] = ()
 
     def output(self, output: RequestOutput) -> ChatOutput:
@@ -48,20 +50,28 @@ class ChatRequest:
 class Follower:
     """Feeds the tokens of a running request to its reply, and says when the reply is over."""
 
-    def __init__(self, reply: Reply, prompt_len: int, stop_ids: frozenset[int]) -> None:
+    def __init__(self, chat: ChatRequest, stop_ids: frozenset[int]) -> None:
         """Follow one request; `stop_ids` end it and are no part of the reply."""
-        self._reply = reply
+        self._reply = chat.reply
+        self._reply_error = chat.reply_error
         self._stop_ids = stop_ids
-        reply.start(prompt_len, 0)
+        chat.reply.start(len(chat.prompt_token_ids), 0)
 
     def __call__(self, token_id: int, logprob: TokenLogprob | None) -> bool:
         """Take the next token; return whether nothing that follows can be part of the reply."""
         if token_id in self._stop_ids:
             return False
-        self._reply.push(
-            (token_id,), None if logprob is None else ((logprob.logprob, logprob.top),)
-        )
+        try:
+            self._push(token_id, logprob)
+        except self._reply_error:
+            # a model's vocabulary may be padded: such an id has no text, alone or as alternative
+            with suppress(self._reply_error):
+                self._push(token_id, None)
         return self._reply.finished
+
+    def _push(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        entries = None if logprob is None else ((logprob.logprob, logprob.top),)
+        self._reply.push((token_id,), entries)
 
 
 class ChatReader:
@@ -106,6 +116,7 @@ class ChatReader:
             tuple(prepared.token_ids),
             _params(prepared, max_tokens),
             prepared.reply(f"chatcmpl-{uid}", self._model, int(time.time())),
+            self._recipe.reply_error,
             tuple(prepared.overridden),
         )
 

@@ -1044,6 +1044,10 @@ class Recipe(Protocol):
         """What a refused request raises; it has `message`, `param`, `code` and `status_code`."""
 
     @property
+    def reply_error(self) -> type[Exception]:
+        """What `Reply.push` raises for an id that the tokenizer does not know."""
+
+    @property
     def tokenizer_error(self) -> type[Exception]:
         """What the constructor raises for a tokenizer that does not fit the format."""
 

@@ -212,7 +212,7 @@ class LLM:
 
         batch = self._numbered(len(bodies), read, on_error)
         watchers = {
-            index: Follower(chats[index].reply, len(item.prompt_token_ids), item.stop_ids)
+            index: Follower(chats[index], item.stop_ids)
             for index, item in enumerate(batch)
             if isinstance(item, Request)
         }

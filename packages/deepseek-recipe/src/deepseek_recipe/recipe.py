@@ -14,7 +14,7 @@ from deepseek_recipe.decoding.events import BackendFinish, Ready, TokenChunk, To
 from deepseek_recipe.decoding.stream import ReplyStream, ServerEvent
 from deepseek_recipe.encoding.profile import V4, V41, Profile
 from deepseek_recipe.encoding.prompt import render
-from deepseek_recipe.encoding.tokenizer import PromptTokenizer, fitted_profile
+from deepseek_recipe.encoding.tokenizer import PromptTokenizer
 from deepseek_recipe.errors import (
     ConversionError,
     OptionError,
@@ -176,6 +176,7 @@ class _Recipe:
 
     profile: ClassVar[Profile]
     request_error: ClassVar[type[Exception]] = RequestError
+    reply_error: ClassVar[type[Exception]] = ReplyError
     tokenizer_error: ClassVar[type[Exception]] = TokenizerError
 
     def __init__(
@@ -208,7 +209,8 @@ class _Recipe:
                 )
         self._options = options
         self.tokenizer = PromptTokenizer.from_path(tokenizer_file, token_map)
-        self._fitted = fitted_profile(self.profile, self.tokenizer)
+        for spelling in self.profile.tokens.spellings:
+            self.tokenizer.special_id(spelling)
 
     def prepare(
         self, request: Mapping[str, object] | bytes | str, protocol: str = "chat"
@@ -225,7 +227,7 @@ class _Recipe:
         if isinstance(request, Mapping) and "model" not in request:
             request = {**request, "model": next(iter(self._options.models))}
         converted = convert(parse(protocol, request), self._options)
-        prompt = render(converted.conversation, self._fitted)
+        prompt = render(converted.conversation, self.profile)
         try:
             token_ids = self.tokenizer.encode(prompt)
         except TokenizerError as error:  # all special tokens are there, so it is about the text

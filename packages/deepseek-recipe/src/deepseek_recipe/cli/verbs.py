@@ -15,7 +15,7 @@ from deepseek_recipe.decoding.events import BackendFinish, Chunk, Ready, TextChu
 from deepseek_recipe.decoding.stream import ReplyStream, ServerEvent
 from deepseek_recipe.encoding.profile import PROFILES, profile_named
 from deepseek_recipe.encoding.prompt import Prompt, render
-from deepseek_recipe.encoding.tokenizer import PromptTokenizer, fitted_profile
+from deepseek_recipe.encoding.tokenizer import PromptTokenizer
 from deepseek_recipe.errors import (
     BodyError,
     OptionError,
@@ -165,8 +165,7 @@ class Verbs:
         return _converted(request, profile, replace(options, models=models))
 
     def _rendered(self, converted: ConvertedRequest) -> RenderedRequest:
-        profile = fitted_profile(converted.profile, self.tokenizer)
-        prompt = render(converted.conversation, profile)
+        prompt = render(converted.conversation, converted.profile)
         return RenderedRequest(converted, prompt, self.tokenizer.encode(prompt))
 
     def _line_request(self, line: Mapping[str, JsonValue]) -> ConvertedRequest:

@@ -18,9 +18,14 @@ __all__ = ["Marks", "Piece", "Special", "append_calls", "marks_of", "tool_lines"
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """A token that is meant by its id, not by its text."""
+    """A token that is meant by its id, not by its text.
+
+    Attributes:
+        optional: where a vocabulary lacks it, its spelling is plain text.
+    """
 
     spelling: str
+    optional: bool = False
 
 
 Piece: TypeAlias = str | Special
@@ -93,7 +98,9 @@ def _marks(tokens: SpecialTokens, words: tuple[str, ...], gap: bool) -> Marks:
         parameter_open=("<", dsml, f'{parameter} name="'),
         parameter_close=("</", dsml, f"{parameter}>\n"),
         empty_call="\n" if gap else "",
-        grounding=MappingProxyType({spelling: Special(spelling) for spelling in tokens.grounding}),
+        grounding=MappingProxyType(
+            {each: Special(each, optional=True) for each in tokens.grounding}
+        ),
         # with no spelling at all, a pattern that matches nowhere
         grounding_pattern=re.compile(f"({'|'.join(map(re.escape, tokens.grounding)) or '(?!)'})"),
     )

@@ -23,9 +23,14 @@ from deepseek_recipe.encoding.profile import (
     UNSUPPORTED_IMAGE,
     Profile,
 )
+from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.json_text import dump_prompt
 
 __all__ = ["Piece", "Prompt", "Special", "render"]
+
+# All else of a prompt is about as long as its request, but a few characters can bring a tool in,
+# again and again.
+_MAX_LATE_CHARS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ def render(conversation: Conversation, profile: Profile) -> Prompt:
     pieces, whatever they spell.
 
     Raises:
+        ConversionError: tools that are brought in later come to over 4 Mi characters.
         ValueError: a schema holds what JSON has no form for.
     """
     return _Renderer(conversation, profile).prompt()
@@ -81,6 +87,7 @@ class _Renderer:
         self._marks: Marks = marks_of(profile)
         self._pieces: list[Piece] = [self._marks.bos]
         self._images: list[ImageSource] = []
+        self._late_chars = 0
         # place of each call in its turn, for the results that follow
         self._call_order: dict[str | None, int] = {}
 
@@ -159,8 +166,15 @@ class _Renderer:
 
     def _late_tools(self, message: Message) -> None:
         if message.tools and self._profile.late_tools:
+            lines = tool_lines(message.tools, self._profile.float_style)
+            self._late_chars += len(lines)
+            if self._late_chars > _MAX_LATE_CHARS:
+                raise ConversionError(
+                    f"Tools that come in later make more than {_MAX_LATE_CHARS} characters of the "
+                    "prompt. Bring each of them in once."
+                )
             self._pieces.append(LATE_TOOLS_HEAD)
-            self._pieces.append(tool_lines(message.tools, self._profile.float_style))
+            self._pieces.append(lines)
 
     def _turns(self, messages: Sequence[Message]) -> None:
         last = len(messages) - 1

@@ -5,22 +5,20 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from deepseek_recipe.encoding.byte_level import BYTE_OF
 from deepseek_recipe.encoding.cut import cut
-from deepseek_recipe.encoding.profile import Profile
-from deepseek_recipe.encoding.prompt import Prompt
+from deepseek_recipe.encoding.prompt import Prompt, Special
 from deepseek_recipe.encoding.vocabulary import Vocabulary
 from deepseek_recipe.errors import TokenizerError, shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["PromptTokenizer", "fitted_profile"]
+__all__ = ["PromptTokenizer"]
 
 # Characters that one task of the thread pool encodes. Measured with benchmarks/encoding.py on 2
 # cores: 1 M characters take 0.20 s in pieces of 2000 to 8000, 0.24 s in pieces of 32000 and 0.50 s
@@ -129,15 +127,24 @@ class PromptTokenizer:
             TokenizerError: the vocabulary lacks one of the special tokens, or a text has a lone
                 surrogate or a run of over 8 M blanks.
         """
-        texts = [piece for piece in prompt.pieces if isinstance(piece, str)]
-        encoded = iter(self._encode_texts(texts))
+        pieces = [self._known(piece) for piece in prompt.pieces]
+        encoded = iter(self._encode_texts([piece for piece in pieces if isinstance(piece, str)]))
         ids: list[int] = []
-        for piece in prompt.pieces:
+        for piece in pieces:
             if isinstance(piece, str):
                 ids += next(encoded)
             else:
-                ids.append(self.special_id(piece.spelling))
+                ids.append(piece)
         return ids
+
+    def _known(self, piece: str | Special) -> str | int:
+        """Return a text as it is, of a special token its id."""
+        if isinstance(piece, str):
+            return piece
+        token_id = self._ids.get(piece.spelling)
+        if token_id is None and piece.optional:
+            return piece.spelling
+        return self.special_id(piece.spelling) if token_id is None else token_id
 
     def count(self, text: str) -> int:
         """Return how many tokens a text is when the spellings of added tokens are one token each.
@@ -216,21 +223,6 @@ class PromptTokenizer:
         except TypeError as error:
             raise _not_encodable(texts) from error
         return [encoding.ids for encoding in encodings]
-
-
-def fitted_profile(profile: Profile, tokenizer: PromptTokenizer) -> Profile:
-    """Return a profile without the grounding tokens that a vocabulary lacks: they are plain text.
-
-    Raises:
-        TokenizerError: the vocabulary lacks a token that prompts need.
-    """
-    for spelling in profile.tokens.spellings:
-        tokenizer.special_id(spelling)
-    known = tokenizer.special_tokens.values()
-    grounding = tuple(each for each in profile.tokens.grounding if each in known)
-    if grounding == profile.tokens.grounding:
-        return profile
-    return replace(profile, tokens=replace(profile.tokens, grounding=grounding))
 
 
 def _check_blanks(text: str) -> None:

@@ -25,6 +25,8 @@ __all__ = ["NO_SERVER_TOOLS", "TOOL_SEARCH", "Toolbox"]
 NO_SERVER_TOOLS = "Server tools are not supported"
 TOOL_SEARCH = "tool_search"
 
+# A namespace's description stands once in the request and in each of its tools in the prompt.
+_MAX_COPIED_CHARS = 2**22
 _WEB_SEARCH = re.compile(r"web_search(?:_preview)?(?:_[0-9]{4}_[0-9]{2}_[0-9]{2})?")
 _CUSTOM_PARAMETERS: Mapping[str, JsonValue] = MappingProxyType(
     {
@@ -54,6 +56,7 @@ class Toolbox:
         self._names = _FullNames(profile.namespace_separator)
         # (namespace, name) -> what is declared under it, to know a found tool again
         self._known: dict[tuple[str | None, str], list[JsonValue]] = {}
+        self._copied_chars = 0
         self.declarations: list[Declaration] = []
         self.namespaces: dict[str, tuple[str, str]] = {}
         self.custom_tools: set[str] = set()
@@ -130,6 +133,12 @@ class Toolbox:
     ) -> None:
         description = tool.description
         if namespace is not None and namespace.description and self._profile.namespace_described:
+            self._copied_chars += len(namespace.description)
+            if self._copied_chars > _MAX_COPIED_CHARS:
+                raise ConversionError(
+                    f"{path}: descriptions of namespaces, which each of their tools repeats, come "
+                    f"to more than {_MAX_COPIED_CHARS} characters. Shorten them."
+                )
             description = f"{namespace.description}\n{description or ''}"
         parameters = dict(_CUSTOM_PARAMETERS) if isinstance(tool, CustomTool) else tool.parameters
         strict = None if isinstance(tool, CustomTool) else tool.strict
