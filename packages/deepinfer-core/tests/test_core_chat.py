@@ -187,10 +187,41 @@ def test_what_the_recipe_refuses_is_a_request_error(llm: LLM) -> None:
     assert bad.error is not None and "`messages` is missing" in bad.error
 
 
-@pytest.mark.parametrize("kind", ["json", "regex"])
+@pytest.mark.parametrize("kind", ["json_object", "json_schema", "regex"])
 def test_structured_output_is_refused_not_pretended(llm: LLM, kind: str) -> None:
     with pytest.raises(RequestError, match="cannot enforce"):
-        llm.chat([{"messages": HELLO, "kind": kind, "schema": ""}])
+        llm.chat([{"messages": HELLO, "response_format": {"type": kind}}])
+    assert llm.chat(HELLO, response_format={"type": "text"})[0].content
+
+
+def test_streaming_is_refused_where_a_whole_reply_is_returned(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="`stream` is set"):
+        llm.chat(HELLO, stream=True)
+    assert llm.chat(HELLO, stream=False)[0].content
+
+
+def test_what_a_body_says_wins_over_all_fields_that_speak_of_the_same(llm: LLM, recipe) -> None:
+    bodies = [
+        {"messages": HELLO, "max_tokens": 3},
+        {"messages": HELLO, "max_tokens": None},
+        {"messages": HELLO, "logprobs": False},
+    ]
+    llm.chat(bodies, max_completion_tokens=9, logprobs=True, top_logprobs=2)
+    first, second, third = recipe.bodies
+    assert first["max_tokens"] == 3 and "max_completion_tokens" not in first
+    assert second["max_completion_tokens"] == 9 and "max_tokens" not in second
+    assert third["logprobs"] is False and "top_logprobs" not in third
+
+
+@pytest.mark.parametrize("tools", [3, {"type": "function"}, "now"])
+def test_tools_are_a_list(llm: LLM, tools: object) -> None:
+    with pytest.raises(RequestError, match="`tools` is"):
+        llm.chat(HELLO, tools=tools)  # type: ignore[arg-type]
+
+
+def test_messages_are_given_once(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="beside the conversations"):
+        llm.chat(HELLO, messages=HELLO)
 
 
 @pytest.mark.parametrize("kind", ["tool_call", "tool_call_required"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from deepseek_recipe.conversation import ImageSource
 from deepseek_recipe.encoding.profile import V4, V41
-from deepseek_recipe.errors import ConversionError
+from deepseek_recipe.errors import BodyError, ConversionError
 from deepseek_recipe.protocols import limits
-from deepseek_recipe.protocols.images import image_piece
+from deepseek_recipe.protocols.body import parse_body
+from deepseek_recipe.protocols.chat.models import ChatRequest
+from deepseek_recipe.protocols.images import check_base64, image_piece
 from deepseek_recipe.protocols.thinking import EFFORTS, resolve_thinking
 
 PNG = "data:image/png;base64,"
@@ -176,3 +179,23 @@ def test_any_text_is_a_picture_or_refused(text: str) -> None:
             piece(url)
         except ConversionError as error:
             assert error.message.startswith("here: ")
+
+
+def test_messages_that_quote_a_long_value_are_short() -> None:
+    error = ConversionError("begin " + "x" * 10**6 + " end")
+    assert len(error.message) < 2100
+    assert error.message.startswith("begin ") and error.message.endswith(" end")
+
+
+def test_percent_signs_do_not_make_base64_slow_to_read() -> None:
+    check_base64("AAAAAAAAAAAAA%2BA=", "")
+    with pytest.raises(ConversionError, match="Invalid base64 data"):
+        check_base64("%" * 10**6, "")
+
+
+def test_mappings_of_other_kinds_are_bodies_too() -> None:
+    message = MappingProxyType({"role": "user", "content": "Hi"})
+    body = MappingProxyType({"model": "m", "messages": [message]})
+    assert parse_body(ChatRequest, body).messages[0].content == "Hi"
+    with pytest.raises(BodyError, match="set"):
+        parse_body(ChatRequest, {"model": {1}})

@@ -172,3 +172,38 @@ def test_deep_schema_is_refused_not_a_crash() -> None:
 
 def test_long_value_is_cut_in_a_message() -> None:
     assert len(str(fault({"type": "x" * 100_000}))) < 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"$schema": "http://json-schema.org/draft-03/schema#", "items": 3}, "Unknown meta-schema"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#", "definitions": 1}, "Unknown meta"),
+        (
+            {
+                "properties": {
+                    "p": {"$schema": "http://json-schema.org/draft-04/schema#", "id": 1.5}
+                }
+            },
+            "inside the schema",
+        ),
+        ({"properties": {"p": {"$schema": "https://x", "minLength": 1.5}}}, "of type"),
+        ({"not": {"$schema": "https://x"}}, "inside the schema"),
+        ({"$ref": "#/" + "%" * 10**6}, "characters; 4096 are allowed"),
+    ],
+)
+def test_what_the_library_cannot_take_is_an_error_of_the_schema(
+    schema: dict[str, object], word: str
+) -> None:
+    with pytest.raises(ConversionError, match=word):
+        SchemaChecker().check(schema, "Bad: ")
+
+
+def test_references_into_lists_are_plain() -> None:
+    schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}]}}}
+    for index in range(300):
+        schema["properties"][f"p{index}"] = {"$ref": "#/properties/a/anyOf/0"}  # type: ignore[index]
+    assert is_plain(schema)
+    SchemaChecker().check(schema, "Bad: ")
+    schema["properties"]["b"] = {"$ref": "#/properties/a/anyOf/1"}  # type: ignore[index]
+    assert not is_plain(schema)

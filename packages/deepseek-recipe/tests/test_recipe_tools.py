@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from deepseek_recipe.conversation import OutputConstraint, ResponseFormat, Tool
 from deepseek_recipe.errors import ConversionError
+from deepseek_recipe.options import ConversionOptions
+from deepseek_recipe.protocols.dispatch import convert, parse
 from deepseek_recipe.protocols.strict import STRICT_ANSWER, STRICT_TOOL, normalise
 from deepseek_recipe.protocols.tools import (
     Declaration,
@@ -329,3 +331,23 @@ schemas = st.recursive(
 def test_making_strict_twice_is_making_it_once(schema: object) -> None:
     once = normalise({"type": "object", "properties": {"a": schema}}, STRICT_TOOL)
     assert json.dumps(normalise(once, STRICT_TOOL)) == json.dumps(once)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+def test_a_form_of_the_answer_is_refused_beside_tools(kind: str) -> None:
+    form: dict[str, Any] = {"type": "regex", "regex": "a"}
+    if kind == "json_schema":
+        form = {"type": kind, "json_schema": {"schema": {"type": "object"}}}
+    body = {
+        "model": "DeepSeek-V4-Pro",
+        "messages": [{"role": "user", "content": "x"}],
+        "thinking": {"type": "disabled"},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "response_format": form,
+    }
+    with pytest.raises(ConversionError, match="`response_format` asks for a"):
+        convert(parse("chat", body))
+    ignoring = ConversionOptions(unsupported="ignore")
+    assert convert(parse("chat", body), ignoring).left_out == ("response_format",)
+    converted = convert(parse("chat", {**body, "tool_choice": "none"}))
+    assert converted.settings.output_constraint is not None

@@ -96,6 +96,7 @@ class ChatReader:
             RequestError: the recipe refuses it, the prompt is too long, or it asks for structured
                 output, which is not enforced here.
         """
+        _check_body(body)
         try:
             prepared = self._recipe.prepare(body)
             max_tokens = prepared.max_tokens(self._context_limit)
@@ -135,6 +136,10 @@ def bodies_of(
         RequestError: it is neither.
     """
     given = {name: value for name, value in fields.items() if value is not None}
+    if "messages" in given:
+        raise RequestError(
+            "`messages` is given beside the conversations; give one of them.", param="messages"
+        )
     if isinstance(conversations, str | bytes | Mapping) or not isinstance(conversations, Sequence):
         raise _no_conversation(conversations)
     if conversations and isinstance(conversations[0], Mapping) and "role" in conversations[0]:
@@ -142,12 +147,40 @@ def bodies_of(
     bodies: list[Mapping[str, object]] = []
     for item in conversations:
         if isinstance(item, Mapping):
-            bodies.append({**given, **item})
+            bodies.append(_merged(given, item))
         elif isinstance(item, Sequence) and not isinstance(item, str | bytes):
             bodies.append({**given, "messages": list(item)})
         else:
             raise _no_conversation(item)
     return bodies
+
+
+def _merged(given: Mapping[str, object], body: Mapping[str, object]) -> dict[str, object]:
+    """Return a body with the fields it lacks; null is a lack."""
+    own = {name: value for name, value in body.items() if value is not None}
+    rest = dict(given)
+    for names in (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs")):
+        if any(name in own for name in names):  # they speak of one thing
+            for name in names:
+                rest.pop(name, None)
+    return {**rest, **own}
+
+
+def _check_body(body: Mapping[str, object]) -> None:
+    """Refuse what a whole reply without a grammar cannot honour, whatever the recipe says of it."""
+    if body.get("stream") or body.get("stream_options"):
+        raise RequestError(
+            "`stream` is set, but replies come as a whole here; leave it out.", param="stream"
+        )
+    form = body.get("response_format")
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind not in (None, "text"):
+        raise RequestError(
+            f"`response_format` is {shown(kind)}, which this version cannot enforce; leave it out, "
+            'or use {"type": "text"}.',
+            param="response_format",
+            code="unsupported_response_format",
+        )
 
 
 def _no_conversation(value: object) -> RequestError:
@@ -159,16 +192,9 @@ def _no_conversation(value: object) -> RequestError:
 
 
 def _check_constraint(constraint: Mapping[str, str] | None) -> None:
-    """Refuse what a grammar would have to enforce. Tools need none: the prompt asks for calls."""
-    if constraint is None:
+    """Refuse strict tools. Others need no grammar: the prompt asks for calls."""
+    if constraint is None or not constraint["kind"].startswith("tool_call"):
         return
-    if constraint["kind"] in ("json", "regex"):
-        raise RequestError(
-            f"`response_format` asks for output that matches a {constraint['kind']} grammar, which "
-            'this version cannot enforce; leave it out, or use {"type": "text"}.',
-            param="response_format",
-            code="unsupported_response_format",
-        )
     for tool in json.loads(constraint["schema"]):
         function = tool["function"]
         if function.get("strict"):

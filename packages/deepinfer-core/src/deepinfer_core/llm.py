@@ -200,6 +200,11 @@ class LLM:
                 f'`thinking` is {shown(thinking)}; allowed: True, False or {{"type": ...}}.',
                 param="thinking",
             )
+        if isinstance(tools, str | bytes) or not isinstance(tools, Sequence | None):
+            raise RequestError(
+                f"`tools` is {shown(tools)}; allowed: a list of tools as in Chat Completions.",
+                param="tools",
+            )
         given = {**fields, "tools": None if tools is None else list(tools), "thinking": mode}
         _check_on_error(on_error)
         bodies = bodies_of(conversations, given)

@@ -26,6 +26,9 @@ __all__ = [
 ]
 
 
+_MAX_MESSAGE_CHARS = 2000
+
+
 class RecipeError(Exception):
     """Anything this package raises on purpose."""
 
@@ -44,6 +47,13 @@ class RequestError(RecipeError):
     type: ClassVar[str] = "invalid_request_error"
     code: ClassVar[str] = "invalid_request_error"
     param: None = None
+
+    def __init__(self, message: str) -> None:
+        """Take the text for the client; the middle of a very long one, which quotes it, is cut."""
+        if len(message) > _MAX_MESSAGE_CHARS:
+            half = _MAX_MESSAGE_CHARS // 2
+            message = f"{message[:half]} ... {message[-half:]}"
+        super().__init__(message)
 
     @property
     def message(self) -> str:

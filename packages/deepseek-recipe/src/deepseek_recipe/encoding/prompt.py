@@ -68,8 +68,8 @@ class Prompt:
 def render(conversation: Conversation, profile: Profile) -> Prompt:
     """Return the prompt of a conversation, ready for the reply.
 
-    Nothing that a message, a tool or a schema says can become a special token: texts are plain
-    pieces, whatever they spell.
+    Nothing that a message, a tool or a schema says can become a control token: texts are plain
+    pieces, whatever they spell. (An assistant's own text may hold grounding tokens.)
 
     Raises:
         ConversionError: tools that are brought in later come to over 4 Mi characters.

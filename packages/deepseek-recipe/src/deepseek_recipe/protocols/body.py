@@ -44,9 +44,15 @@ def parse_body(model: type[BodyT], body: bytes | str | Mapping[str, object]) -> 
 def _text_of(body: Mapping[str, object]) -> bytes:
     # Through text, so that what is no JSON (sets, NaN, cycles, lone surrogates) ends here.
     try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(body, ensure_ascii=False, allow_nan=False, default=_as_dict).encode()
     except TypeError as error:
         raise ValueError(f"not a JSON value: {error}") from error
+
+
+def _as_dict(value: object) -> dict[object, object]:
+    if isinstance(value, Mapping):  # of another kind than dict
+        return dict(value)
+    raise TypeError(f"{shown(value)} of type {type(value).__name__}")
 
 
 def _first(error: ValidationError, body: dict[str, object]) -> str:

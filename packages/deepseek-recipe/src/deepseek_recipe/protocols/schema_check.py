@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from deepseek_recipe.conversation import JsonValue
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.json_text import dump_compact, load
-from deepseek_recipe.protocols.schema_plain import broken_regex, is_plain
+from deepseek_recipe.protocols.schema_plain import MAX_REFERENCE_CHARS, broken_regex, is_plain
 
 if TYPE_CHECKING:
     from jsonschema import ValidationError
@@ -98,7 +98,10 @@ def _fault(text: str) -> str | None:
                 "draft 2020-12"
             )
         error = next(validator.iter_errors(schema), None)
-        return _text_of(error) if error is not None else _reference_fault(schema)
+        if error is not None:
+            return _text_of(error)
+        # a part under another draft would go on unchecked
+        return _inner_draft_fault(schema) or _reference_fault(schema)
     except RecursionError:
         return "schemas are nested too deeply"
 
@@ -117,7 +120,9 @@ def _metaschema_validator(draft: str | None) -> Validator | None:
     cls: type[Validator] = latest
     if draft is not None:
         cls = jsonschema.validators.validator_for({"$schema": draft}, default=latest)
-        if cls is latest and draft.rstrip("#") != latest.META_SCHEMA["$id"]:
+        if cls is jsonschema.Draft3Validator or (
+            cls is latest and draft.rstrip("#") != latest.META_SCHEMA["$id"]
+        ):
             return None
     formats = jsonschema.FormatChecker(formats=())
     formats.checks("regex")(lambda value: not isinstance(value, str) or not broken_regex(value))
@@ -154,6 +159,19 @@ def _text_of(error: ValidationError) -> str:
             return f"{subject} is not valid under the keyword '{keyword}' of the meta-schema"
 
 
+def _inner_draft_fault(schema: JsonValue) -> str | None:
+    stack = list(schema.values()) if isinstance(schema, dict) else []
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("$schema"), str):
+                return "`$schema` stands inside the schema. Leave it to the top"
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    return None
+
+
 def _reference_fault(schema: JsonValue) -> str | None:
     from referencing import Resource
     from referencing.exceptions import PointerToNowhere, Unresolvable
@@ -169,6 +187,9 @@ def _reference_fault(schema: JsonValue) -> str | None:
             contents = resource.contents
             reference = contents.get("$ref") if isinstance(contents, dict) else None
             if isinstance(reference, str):
+                if len(reference) > MAX_REFERENCE_CHARS:
+                    count = len(reference)
+                    return f"a `$ref` of {count} characters; {MAX_REFERENCE_CHARS} are allowed"
                 resolver.lookup(reference)
             stack += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
     except PointerToNowhere as error:

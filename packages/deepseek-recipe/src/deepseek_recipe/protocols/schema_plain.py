@@ -8,7 +8,9 @@ from urllib.parse import unquote
 
 from deepseek_recipe.conversation import JsonValue
 
-__all__ = ["broken_regex", "is_plain"]
+__all__ = ["MAX_REFERENCE_CHARS", "broken_regex", "is_plain"]
+
+MAX_REFERENCE_CHARS = 4096  # reading a longer one takes seconds, and none is in use
 
 # Drafts that agree on all keywords below, or know less of them.
 _PLAIN_DRAFTS = frozenset(
@@ -70,12 +72,17 @@ def _leads_to_schema(root: JsonValue, reference: JsonValue) -> bool:
     # without an `$id` inside, which is rare, every reference starts at the root
     if not isinstance(reference, str) or not reference.startswith("#"):
         return False
+    if len(reference) > MAX_REFERENCE_CHARS:
+        return False
     place = root
     for part in unquote(reference[1:]).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(place, dict) or name not in place:
+        if isinstance(place, dict) and name in place:
+            place = place[name]
+        elif isinstance(place, list) and name.isdecimal() and int(name[:9]) < len(place):
+            place = place[int(name[:9])]
+        else:
             return False
-        place = place[name]
     return reference == "#" or (reference[1] == "/" and isinstance(place, (dict, bool)))
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from deepseek_recipe.conversation import JsonValue, OutputConstraint, ResponseFormat, Tool
 from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.json_text import dump_compact
+from deepseek_recipe.protocols.fields import Refusals
 from deepseek_recipe.protocols.schema_check import SchemaChecker, json_shown
 from deepseek_recipe.protocols.strict import STRICT_ANSWER, STRICT_TOOL, normalise
 
@@ -17,6 +18,7 @@ __all__ = [
     "Declaration",
     "NamedTool",
     "ToolChoice",
+    "check_beside_tools",
     "check_name",
     "checked_answer_schema",
     "choose_tools",
@@ -132,6 +134,22 @@ def checked_answer_schema(schema: JsonValue, strict: bool | None) -> JsonValue:
         return normalise(schema, STRICT_ANSWER)
     SchemaChecker().check(schema, STRICT_ANSWER.lead)
     return schema
+
+
+def check_beside_tools(
+    tools: tuple[Tool, ...], response_format: ResponseFormat, path: str, refusals: Refusals
+) -> None:
+    """Refuse a schema or a regex beside tools: what is enforced then is the calls alone.
+
+    Raises:
+        ConversionError: there are both and the policy is `reject`.
+    """
+    if tools and response_format.kind in ("json_schema", "regex"):
+        refusals.refuse(
+            path,
+            f"The field `{path}` asks for a {response_format.kind}, which is not enforced where "
+            "tools may be called. Leave out one of the two, or set `tool_choice` to `none`.",
+        )
 
 
 def output_constraint(

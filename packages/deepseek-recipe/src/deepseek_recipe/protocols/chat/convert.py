@@ -47,6 +47,7 @@ from deepseek_recipe.protocols.thinking import resolve_thinking
 from deepseek_recipe.protocols.tools import (
     Declaration,
     NamedTool,
+    check_beside_tools,
     checked_answer_schema,
     choose_tools,
     declared_tools,
@@ -79,6 +80,7 @@ def convert_chat(request: ChatRequest, options: ConversionOptions) -> ConvertedR
     if response_format.kind == "json_object":
         _check_json_word(messages)
     tools, tool_choice = choose_tools(declared, _choice(request), thinking=thinking)
+    check_beside_tools(tools, response_format, "response_format", refusals)
     conversation = Conversation(
         messages=messages,
         thinking=thinking,

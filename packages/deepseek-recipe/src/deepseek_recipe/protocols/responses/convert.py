@@ -50,6 +50,7 @@ from deepseek_recipe.protocols.thinking import resolve_thinking
 from deepseek_recipe.protocols.tools import (
     NamedTool,
     ToolChoice,
+    check_beside_tools,
     checked_answer_schema,
     choose_tools,
     declared_tools,
@@ -88,6 +89,7 @@ def convert_responses(request: ResponsesRequest, options: ConversionOptions) -> 
         _check_reasoning(turns.messages)
     tools, tool_choice = choose_tools(tools, _choice(request, options, refusals), thinking=thinking)
     answer, schema = _answer(request, turns.messages)
+    check_beside_tools(tools, answer, "text.format", refusals)
     conversation = Conversation(
         messages=_with_tools_left(turns.messages, tools),
         thinking=thinking,
