@@ -270,6 +270,12 @@ def test_parse_reads_text_ids_and_chunks_alike(run: Run) -> None:
     assert answer["response"]["usage"]["completion_tokens"] == 1
 
 
+def test_parse_reads_a_raw_body_like_a_request(run: Run) -> None:
+    raw = run("parse", *V4, stdin={"request_body": json.dumps(CHAT), "text": "Hello"})
+    assert raw == run("parse", *V4, stdin={"request": CHAT, "text": "Hello"})
+    assert raw[0] == 0
+
+
 def test_parse_shows_what_was_malformed(run: Run) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     reply = "\n\n<｜DSML｜tool_calls>\nnoise</｜DSML｜tool_calls>"

@@ -76,3 +76,7 @@ class ConversionOptions:
                     f"`models` maps {shown(name)} to {shown(profile)}; allowed: a model's name to "
                     "'v4' or 'v41'."
                 )
+
+    def bound_of(self, *, thinking: bool) -> int:
+        """Return the largest `max_tokens` a request may ask for."""
+        return self.thinking_max_tokens_bound if thinking else self.max_tokens_bound

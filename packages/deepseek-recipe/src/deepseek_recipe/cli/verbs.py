@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -119,8 +118,7 @@ class Verbs:
                     "leave it out, or change one of them."
                 )
         options = _with_line_options(self._options, line.get("options"))
-        request = json.dumps(_request_of(line)).encode()
-        converted = self._converted_for(request, protocol, profile, options)
+        converted = self._converted_for(_request_of(line), protocol, profile, options)
         if not {"prompt_tokens", "model_output_chunks"} & line.keys():
             line = {**line, "prompt_tokens": len(self._rendered(converted).token_ids)}
         return self._replied(line, converted, _chunks_of(line, self.tokenizer))
@@ -157,7 +155,11 @@ class Verbs:
             return {**_label(line), **error_line(error, line.get("protocol"))}
 
     def _converted_for(
-        self, body: bytes, protocol: str, profile: str, options: ConversionOptions
+        self,
+        body: bytes | str | Mapping[str, JsonValue],
+        protocol: str,
+        profile: str,
+        options: ConversionOptions,
     ) -> ConvertedRequest:
         """Convert a body; a model whose name is not known is one of the profile."""
         request = parse(protocol, body)

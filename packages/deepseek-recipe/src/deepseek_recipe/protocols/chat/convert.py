@@ -223,10 +223,7 @@ def _settings(
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
-    bound = options.max_tokens_bound
-    if conversation.thinking:
-        bound = options.thinking_max_tokens_bound
-    check_max_tokens(max_tokens, bound)
+    check_max_tokens(max_tokens, options.bound_of(thinking=conversation.thinking))
     check_seed(request.seed)
     temperature, top_p = sampling_settings(
         profile.name,

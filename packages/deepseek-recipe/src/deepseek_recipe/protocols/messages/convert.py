@@ -112,9 +112,7 @@ def _settings(
     check_stop(request.stop_sequences or ())
     check_temperature(request.temperature)
     check_top_p(request.top_p)
-    bound = options.max_tokens_bound
-    if conversation.thinking:
-        bound = options.thinking_max_tokens_bound
+    bound = options.bound_of(thinking=conversation.thinking)
     # This protocol takes a length above the bound for the bound.
     max_tokens = None if request.max_tokens is None else min(request.max_tokens, bound)
     check_max_tokens(max_tokens, bound)

@@ -211,9 +211,7 @@ def _settings(
     check_temperature(request.temperature)
     check_top_p(request.top_p)
     check_top_logprobs(request.top_logprobs)
-    bound = options.max_tokens_bound
-    if conversation.thinking:
-        bound = options.thinking_max_tokens_bound
+    bound = options.bound_of(thinking=conversation.thinking)
     check_max_tokens(request.max_output_tokens, bound)
     temperature, top_p = sampling_settings(
         profile.name,
