@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from deepinfer_core import LLM, ConfigError, RequestError
 from deepinfer_core.bench.make_checkpoint import demo_config, write_checkpoint
-from deepinfer_core.cli import main
+from deepinfer_core.cli import demo, main
 from deepinfer_core.loader import find_recipe
 from deepseek_recipe.encoding.profile import V41
 
@@ -111,3 +112,18 @@ def test_the_command_answers_conversations(model: Path, tmp_path: Path) -> None:
     good, bad = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert good["message"]["role"] == "assistant" and good["usage"]["completion_tokens"] <= 4
     assert bad["error"]["message"].startswith("Line 2:") and "`x`" in bad["error"]["message"]
+
+
+def test_demo_thinks_calls_and_measures(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "MAX_TOKENS", 6)
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--model", str(model), "--accelerator", "cpu"])
+    assert not left.value.code
+    out = capfd.readouterr().out
+    for prompt in demo.PROMPTS:
+        assert f"{prompt.title}: {prompt.question}" in out
+    assert "decode" in out and "tok/s" in out
+    assert re.search(r"drafter: [1-6]\.\d of at most 6 tokens a step \(measured on", out)
+    assert "\x1b" not in out

@@ -14,14 +14,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from deepinfer_core import __version__
-from deepinfer_core.bench.make_checkpoint import demo_config
-from deepinfer_core.cli import demo, main, options
+from deepinfer_core import __version__, loader
+from deepinfer_core.bench.make_checkpoint import (
+    demo_config,
+    second_geometry_config,
+    write_checkpoint,
+)
+from deepinfer_core.cli import main, options
 from deepinfer_core.cli.doctor import below
 from deepinfer_core.cli.jsonl import LineWriter, OrderedLines
 from deepinfer_core.cli.progress import RunProgress, rates
+from deepinfer_core.cli.reply_view import JsonStyles, ReplyView
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.errors import OutputError
+from deepinfer_core.model import nano
 
 
 @pytest.fixture
@@ -210,13 +216,40 @@ def test_wrong_option_ends_with_status_2(run, arguments: list[str], message: str
     assert "Traceback" not in err
 
 
-def test_model_must_be_named(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb", [["generate", "--prompt", "a"], ["demo"], ["plan-memory"]])
+def test_without_weights_a_model_must_be_named(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    verb: list[str],
+) -> None:
+    monkeypatch.setattr(nano, "files", lambda package: tmp_path)
     with pytest.raises(SystemExit) as left:
-        main(["generate", "--prompt", "a"])
-    assert left.value.code == 2
-    assert (
-        capfd.readouterr().err == "error: `--model` is not set; give a model folder or a hub id.\n"
-    )
+        main(verb)
+    assert left.value.code == 1
+    err = capfd.readouterr().err
+    assert "`deepinfer-nano`" in err and "Name a model folder or a hub id" in err
+    assert "Traceback" not in err
+
+
+def test_model_that_comes_with_the_package_is_the_default(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "nano_model", second_geometry_config(), seed=0)
+    monkeypatch.setattr(nano, "files", lambda package: tmp_path)
+    threads = torch.get_num_threads()
+    for verb in (["generate", "--prompt", "a", "--max-tokens", "2"], ["plan-memory"], ["doctor"]):
+        with pytest.raises(SystemExit) as left:
+            main(verb)
+        assert not left.value.code
+    torch.set_num_threads(threads)
+    out = capfd.readouterr().out
+    assert len(json.loads(out.splitlines()[0])["token_ids"]) == 2
+    assert "deepinfer-nano on `cpu`" in out
+    assert "the model of verbs without `--model`" in out
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "deepinfer-nano" in capfd.readouterr().out
 
 
 def test_unknown_variable_ends_with_status_2(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,19 +629,99 @@ def test_memory_plan_that_cannot_be_is_an_error(
     assert "the model's context is 4096 tokens" in capfd.readouterr().err
 
 
-def test_demo_writes_a_model_and_generates(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_demo_without_a_recipe_says_what_to_install(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(demo, "MAX_TOKENS", 2)
+    write_checkpoint(tmp_path / "nano_model", second_geometry_config(), seed=0)
+    monkeypatch.setattr(nano, "files", lambda package: tmp_path)
+    monkeypatch.setattr(loader, "targets", lambda group: {})
     with pytest.raises(SystemExit) as left:
         main(["demo"])
-    torch.set_num_threads(threads)
-    out = capfd.readouterr().out
-    assert not left.value.code
-    assert "random weights" in out
-    assert out.count("->") == 3
-    assert "tok/s" in out
+    out, err = capfd.readouterr()
+    assert (left.value.code, out) == (1, "")
+    assert "install the package `deepseek-recipe`" in err
+
+
+class Delta:
+    """A chunk of Chat Completions."""
+
+    name = None
+
+    def __init__(self, **delta: object) -> None:
+        self.data = json.dumps({"choices": [{"index": 0, "delta": delta}]})
+
+
+def call_delta(index: int, **function: str) -> Delta:
+    return Delta(tool_calls=[{"index": index, "function": function}])
+
+
+def shown(deltas: list[Delta], *, colours: bool, is_json: bool = False) -> str:
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        force_terminal=colours,
+        color_system="standard" if colours else None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+    )
+    view = ReplyView(console, is_json=is_json)
+    view.take([Delta(role="assistant", content=None)])
+    for each in deltas:
+        view.take([each])
+    view.close()
+    return file.getvalue()
+
+
+REPLY = [
+    Delta(reasoning_content="7 + 8"),
+    Delta(reasoning_content=" = 15."),
+    Delta(content="It is"),
+    Delta(content=" [bold]85[/bold] :smile:."),
+    call_delta(0, name="weather", arguments=""),
+    call_delta(0, arguments='{"city": "Rio'),
+    call_delta(0, arguments=' de", "days": 2}'),
+    call_delta(1, name="now", arguments="{}"),
+]
+
+
+def test_reply_is_plain_text_where_no_terminal_is() -> None:
+    assert shown(REPLY, colours=False) == (
+        '7 + 8 = 15.\nIt is [bold]85[/bold] :smile:.\nweather(city="Rio de", days=2)\nnow()\n'
+    )
+
+
+def test_reply_has_colours_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert shown(REPLY[:1], colours=True) == "\x1b[2;3m7 + 8\x1b[0m\n"
+    text = shown([Delta(content='{"a": ["b", -1'), Delta(content="]}")], colours=True, is_json=True)
+    for part in ('\x1b[36m"a"\x1b[0m', '\x1b[32m"b"\x1b[0m', "\x1b[35m -1\x1b[0m"):
+        assert part in text
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in shown(REPLY[2:], colours=True, is_json=True)
+
+
+def test_text_of_a_model_cannot_steer_the_terminal() -> None:
+    assert shown([Delta(content="a\x1b[2Jb\rc\n")], colours=False) == "a\\x1b[2Jb\\rc\n\n"
+
+
+def test_call_that_was_cut_off_is_shown_as_far_as_it_came() -> None:
+    deltas = [call_delta(0, name="weather", arguments='{"city": "Ri')]
+    assert shown(deltas, colours=False) == 'weather({"city": "Ri)\n'
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_json_has_the_same_styles_however_it_is_cut(size: int) -> None:
+    text = '{"a\\"b": [1, "x:{", true], "c": {"d": null, "e": "f,"}}'
+    styles = JsonStyles()
+    pieces = [styles.feed(text[i : i + size]) for i in range(0, len(text), size)]
+    marked = [(c, style) for piece in pieces for run, style in piece for c in run]
+    assert "".join(c for c, _ in marked) == text
+    keys = "".join(c for c, style in marked if style == "cyan")
+    strings = "".join(c for c, style in marked if style == "green")
+    assert keys == '"a\\"b""c""d""e"'
+    assert strings == '"x:{""f,"'
 
 
 def test_checkpoint_is_made_in_a_new_folder_only(

@@ -25,6 +25,7 @@ from deepinfer_core import (
 )
 from deepinfer_core.bench.make_checkpoint import second_geometry_config, write_checkpoint
 from deepinfer_core.engine.outputs import OutputBuilder
+from deepinfer_core.model import nano
 
 
 @pytest.fixture
@@ -416,9 +417,16 @@ def test_options_are_given_in_one_way(scripted, tmp_path: Path) -> None:
         LLM("model", config=config, seed=1)
 
 
-def test_model_must_be_named(scripted) -> None:
-    with pytest.raises(ConfigError, match="`model` is not set"):
+def test_model_that_comes_with_the_package_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(nano, "files", lambda package: tmp_path)
+    monkeypatch.delenv("DEEPINFER_MODEL", raising=False)
+    with pytest.raises(CheckpointError, match="`deepinfer-nano`"):
         LLM()
+    write_checkpoint(tmp_path / "nano_model", second_geometry_config(), seed=0)
+    with LLM(accelerator="cpu", num_threads=torch.get_num_threads()) as llm:
+        assert llm.generate([[5]], SamplingParams(max_tokens=2))[0].token_ids
 
 
 def test_folder_without_a_tokenizer_serves_ids(scripted, tmp_path: Path) -> None:

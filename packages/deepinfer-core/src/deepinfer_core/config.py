@@ -51,7 +51,8 @@ class EngineConfig(BaseModel):
     model: str | None = Field(
         None,
         title="Model",
-        description="Model folder, or a hub id such as `owner/name`.",
+        description="Model folder, or a hub id such as `owner/name`. Default: deepinfer-nano, a "
+        "small model that comes with the package.",
         examples=["DIR|ID"],
     )
     accelerator: str | None = Field(

@@ -21,6 +21,7 @@ from deepinfer_core.engine.requests import Prompts, RequestReader, as_list, para
 from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.errors import ConfigError, RequestError, shown
 from deepinfer_core.loader import find_backend, find_recipe
+from deepinfer_core.model import nano
 from deepinfer_core.model.checkpoint import resolve_model
 from deepinfer_core.types import (
     ChatOutput,
@@ -69,7 +70,8 @@ class LLM:
         """Load a model.
 
         Args:
-            model: folder, or a hub id such as `owner/name`.
+            model: folder, or a hub id such as `owner/name`. Where the options name none either,
+                the small model that comes with the package.
             config: all options at once; then nothing else may be given.
             options: fields of `EngineConfig`; they win over `DEEPINFER_*` variables.
 
@@ -85,8 +87,6 @@ class LLM:
             raise ConfigError(
                 f"{names} and `config` are both given; put all options into `config`."
             )
-        if config.model is None:
-            raise ConfigError("`model` is not set; give a model folder, or a hub id `owner/name`.")
         folder = resolve_model(config.model)
         self._codec = TextCodec(folder)
         backend = find_backend(config.accelerator, config.numerics)
@@ -292,7 +292,7 @@ class LLM:
         if self._chat_reader is None:
             model_type = self.engine.model_config.model_type
             recipe = find_recipe(model_type, self._folder / "tokenizer.json")
-            name = self.config.model or self._folder.name
+            name = self.config.model or nano.NAME
             self._chat_reader = ChatReader(recipe, name, self.engine.limits.max_model_len)
         return self._chat_reader
 

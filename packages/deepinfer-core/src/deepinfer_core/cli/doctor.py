@@ -69,6 +69,7 @@ def _versions() -> list[Line]:
         Line("Python", platform.python_version(), platform.platform()),
         Line("deepinfer-core", __version__),
     ]
+    lines.append(_shipped_model())
     packages = {name: _version(name) for name in _PACKAGES}
     lines += [Line(name, found) for name, found in packages.items() if found != _ABSENT]
     absent = ", ".join(name for name, found in packages.items() if found == _ABSENT)
@@ -80,6 +81,16 @@ def _versions() -> list[Line]:
     cann = _cann_version()
     lines.append(_with_floor("CANN", cann or "not found", CANN_FLOOR, bool(cann)))
     return lines
+
+
+def _shipped_model() -> Line:
+    from deepinfer_core.model import nano
+
+    try:
+        size = sum(file.stat().st_size for file in nano.folder().iterdir())
+    except DeepInferError:
+        return Line(nano.NAME, "left out", "verbs need `--model`")
+    return Line(nano.NAME, f"{size / 2**20:.1f} MiB", "the model of verbs without `--model`")
 
 
 def _with_floor(name: str, found: str, floor: tuple[int, ...], present: bool) -> Line:

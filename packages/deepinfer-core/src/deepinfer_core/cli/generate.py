@@ -151,8 +151,6 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     settings = {name: value for name, value in given.items() if value is not None}
-    if config.model is None:
-        raise fail("`--model` is not set; give a model folder or a hub id.", BAD_OPTION)
     with _opened(source, prompt or (), input_file) as lines:
         writer = LineWriter(out)
         if lines is not None and writer.writes_into(lines.fileno()):

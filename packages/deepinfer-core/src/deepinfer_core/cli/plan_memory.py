@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from deepinfer_core.cli.options import (
-    BAD_OPTION,
-    fail,
-    print_table,
-    reports_errors,
-    with_engine_config,
-)
+from deepinfer_core.cli.options import print_table, reports_errors, with_engine_config
 from deepinfer_core.config import EngineConfig
 
 __all__ = ["plan_memory"]
@@ -32,15 +26,13 @@ def plan_memory(*, config: EngineConfig) -> None:
 
     Reads the model's config.json only.
     """
-    if config.model is None:
-        raise fail("`--model` is not set; give a model folder or a hub id.", BAD_OPTION)
-
     from deepinfer_core.engine.memory import plan_memory as plan
     from deepinfer_core.loader import find_backend
+    from deepinfer_core.model import nano
     from deepinfer_core.model.config import ModelConfig
     from deepinfer_core.model.hub import resolve_model
 
     model = ModelConfig.from_folder(resolve_model(config.model, config_only=True))
     backend = find_backend(config.accelerator, config.numerics)
-    title = f"{config.model} on `{backend.name}`, numerics {config.numerics}"
+    title = f"{config.model or nano.NAME} on `{backend.name}`, numerics {config.numerics}"
     print_table(title, plan(model, config, backend).table())

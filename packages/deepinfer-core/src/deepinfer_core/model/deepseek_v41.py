@@ -9,6 +9,7 @@ prompt they need only the last rows (decoder-side bounded replay). `forward` tak
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,12 +72,17 @@ class DeepseekV41:
         device: torch.device,
     ):
         """Build the layers, their rotary frequencies and the drafter."""
-        self.config, self.weights, self.engram = config, weights, engram
+        self.config, self.engram = config, engram
         channels = config.qk_rope_head_dim
         self._window_freq = inverse_frequencies(channels, config.rope_theta).to(device)
         self._block_freq = inverse_frequencies(
             channels, config.compress_rope_theta, config.rope_scaling
         ).to(device)
+        self._take(weights)
+
+    def _take(self, weights: ModelWeights) -> None:
+        config = self.config
+        self.weights = weights
         self.blocks = tuple(
             self._block(w, config.num_experts_per_tok, role)
             for w, role in zip(weights.layers, config.layers, strict=True)
@@ -86,6 +92,12 @@ class DeepseekV41:
             chosen = config.dspark_num_experts_per_tok
             stages = tuple(self._block(w, chosen) for w in weights.drafter.stages)
             self.drafter = Drafter(config, weights.drafter, stages, weights.embed, weights.head)
+
+    def with_weights(self, weights: ModelWeights) -> DeepseekV41:
+        """Return the model with other weights and the same constants: a step of a trainer."""
+        other = copy.copy(self)
+        other._take(weights)
+        return other
 
     def _block(
         self, weights: BlockWeights, num_chosen: int, role: LayerRole | None = None

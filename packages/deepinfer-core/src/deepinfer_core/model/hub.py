@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from deepinfer_core.errors import CheckpointError
+from deepinfer_core.model import nano
 
 __all__ = ["resolve_model"]
 
@@ -13,7 +14,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(
-    model: str | Path, *, revision: str | None = None, config_only: bool = False
+    model: str | Path | None, *, revision: str | None = None, config_only: bool = False
 ) -> Path:
     """Return the folder of a model given as a folder or as a hub id such as `owner/name`.
 
@@ -21,12 +22,15 @@ def resolve_model(
     honours its own offline switch (`HF_HUB_OFFLINE`).
 
     Args:
-        model: a folder, or a hub id if there is no such folder.
+        model: a folder, or a hub id if there is no such folder. None is the small model that
+            comes with the package.
         revision: branch, tag or commit on the hub.
         config_only: fetch `config.json` alone, no weights.
     Raises:
         CheckpointError: neither a folder nor a hub id, or the hub cannot give it.
     """
+    if model is None:
+        return nano.folder()
     folder = Path(model).expanduser()
     # an empty name is the working directory to `Path`, but a mistake here
     if str(model) and folder.is_dir():
