@@ -71,9 +71,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Mypy, strict, over the sources of all members."""
+    """Mypy, strict, over the sources of all members and the training code."""
     sync(session, "--all-packages", "--group", "lint")
-    session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
+    sources = [f"packages/{package}/src" for package in PACKAGES]
+    session.run("mypy", *sources, "packages/deepinfer-core/nano")
 
 
 @nox.session(reuse_venv=False)

@@ -1,0 +1,1 @@
+"""Seeded examples in the prompt format of `deepseek-recipe`."""

@@ -1,0 +1,402 @@
+"""Tools of work: users, orders, files, tickets, shopping, devices."""
+
+from __future__ import annotations
+
+from random import Random
+
+from nano.data import values as v
+from nano.data.catalogue import Arguments, Field, Intent, Slot
+from nano.data.slots import (
+    BOOLEAN,
+    ID,
+    INTEGER,
+    NUMBER,
+    ORDER,
+    PATH,
+    STATUS,
+    STRINGS,
+    coin,
+    enum,
+    fresh,
+    one,
+    symbol,
+    whole,
+)
+
+__all__ = ["WORK"]
+
+_LEVELS = ("low", "normal", "high")
+
+
+def _price_below(random: Random, arguments: Arguments) -> float:
+    limit = arguments.get("max_price", 300)
+    assert isinstance(limit, int)
+    return v.cents(random, limit)
+
+
+WORK: tuple[Intent, ...] = (
+    Intent(
+        ("find_user", "lookup_user", "search_user", "get_user_by_name"),
+        ("Find a user by name", "Look up a user"),
+        (Slot(("name", "full_name", "query"), v.person),),
+        "the user {name}",
+        (
+            "Find the user {name}.",
+            "Who is the user {name}?",
+            "Look up the user {name}, please.",
+            "What is the user id of {name}?",
+        ),
+        (
+            Field(("user_id", "id", "uid"), fresh(v.identifier)),
+            Field(("email", "mail"), fresh(v.email)),
+        ),
+        "{name} has the id {user_id} and the address {email}.",
+        vary="name",
+        several=("Find the users {items}.", "Look up {items}."),
+        again=("And {name}?", "Also {name}, please."),
+        lookup=True,
+    ),
+    Intent(
+        ("list_orders", "orders_of_user", "get_orders"),
+        ("List the orders of a user", "Orders by user id"),
+        (
+            Slot(("user_id", "user", "customer_id"), v.identifier, about="Id of the user"),
+            Slot(("limit", "max_results"), whole(1, 20), INTEGER, said=(", at most {}",)),
+        ),
+        "the orders of user {user_id}",
+        (
+            "Which orders does user {user_id} have{more}?",
+            "List the orders of user {user_id}{more}.",
+            "Show me the orders of customer {user_id}{more}.",
+        ),
+        (
+            Field(("count", "total", "num_orders"), fresh(whole(1, 40))),
+            Field(("last_order", "latest"), fresh(v.identifier)),
+        ),
+        "There are {count} orders; the last one is {last_order}.",
+        vary="user_id",
+        several=("List the orders of the users {items}{more}.",),
+        again=("And user {user_id}?", "What about user {user_id}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("get_order", "order_status", "check_order"),
+        ("Status of an order", "Look up an order"),
+        (ORDER,),
+        "the status of order {order_id}",
+        (
+            "What is the status of order {order_id}?",
+            "Check order {order_id}.",
+            "How is my order {order_id} doing?",
+            "Is there news about order {order_id}?",
+        ),
+        (
+            Field(("status", "state"), fresh(one("open", "paid", "packed", "shipped", "late"))),
+            Field(("tracking", "parcel", "tracking_number"), fresh(v.identifier)),
+        ),
+        "Order {order_id} is {status}; its parcel is {tracking}.",
+        vary="order_id",
+        several=("Check the orders {items}.", "What is the status of the orders {items}?"),
+        again=("And order {order_id}?", "What about {order_id}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("cancel_order", "order_cancel", "revoke_order"),
+        ("Cancel an order", "Revoke an order"),
+        (
+            ORDER,
+            Slot(
+                ("reason", "why"),
+                one("too late", "too expensive", "too big", "ordered twice"),
+                said=(", reason: {}", " because it was {}"),
+            ),
+        ),
+        "to cancel order {order_id}",
+        (
+            "Cancel order {order_id}{more}.",
+            "Please cancel my order {order_id}{more}.",
+            "I do not want order {order_id} any more{more}.",
+        ),
+        (STATUS,),
+        "Order {order_id} is cancelled.",
+        vary="order_id",
+        several=("Cancel the orders {items}{more}.",),
+        again=("And {order_id}.", "Order {order_id}, too."),
+    ),
+    Intent(
+        ("track_parcel", "parcel_location", "track_package", "tracking"),
+        ("Find out where a parcel is", "Track a parcel"),
+        (
+            Slot(("tracking", "tracking_number", "parcel_id", "code"), v.identifier),
+            Slot(
+                ("carrier", "service"),
+                one("dhl", "ups", "post"),
+                enum("dhl", "ups", "post"),
+                said=(" (carrier: {})", ", sent by {}"),
+            ),
+        ),
+        "to track parcel {tracking}",
+        (
+            "Where is parcel {tracking}{more}?",
+            "Track parcel {tracking}{more}.",
+            "I wait for parcel {tracking}{more}. Where is it?",
+            "Find parcel {tracking}{more}, please.",
+        ),
+        (Field(("location", "city", "place"), fresh(v.city)),),
+        "Parcel {tracking} is in {location}.",
+        vary="tracking",
+        several=("Where are the parcels {items}?", "Track the parcels {items}."),
+        again=("And {tracking}?", "What about {tracking}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("search_products", "find_product", "shop_search"),
+        ("Search the shop", "Find products in the shop"),
+        (
+            Slot(("query", "search", "keywords"), v.product),
+            Slot(
+                ("max_price", "price_limit", "budget"),
+                whole(5, 300),
+                NUMBER,
+                said=(" for at most {}", " under {}"),
+            ),
+            Slot(
+                ("in_stock", "available"),
+                coin,
+                BOOLEAN,
+                said=(", in stock only",),
+                denied=(", in stock or not",),
+            ),
+        ),
+        "a {query} from the shop",
+        (
+            "Search the shop for a {query}{more}.",
+            "I am looking for a {query}{more}.",
+            "Find me a {query}{more}.",
+            "Do you sell a {query}{more}?",
+        ),
+        (
+            Field(
+                ("product", "name", "title"),
+                lambda r, _: f"{v.invented_name(r)} {r.randint(2, 99)}",
+            ),
+            Field(("price", "cost"), _price_below),
+        ),
+        "The first hit is {product} for {price}.",
+        vary="query",
+        again=("And a {query}?", "What about a {query}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("add_to_cart", "cart_add", "put_in_cart"),
+        ("Put a product into the cart", "Add to the shopping cart"),
+        (
+            Slot(("product", "item", "article"), v.product),
+            Slot(("quantity", "count", "amount"), whole(1, 20), INTEGER),
+        ),
+        "{quantity} of {product} in the cart",
+        (
+            "Put {quantity} x {product} into the cart.",
+            "Add {quantity} x {product} to my cart.",
+            "I want {quantity} x {product} in the cart.",
+        ),
+        (Field(("items", "total_items", "in_cart"), fresh(whole(1, 60))),),
+        "The cart now has {items} items.",
+        vary="product",
+        again=("And as many of {product}.", "The same of {product}, please."),
+    ),
+    Intent(
+        ("read_file", "open_file", "file_read"),
+        ("Read a file", "Show what a file says"),
+        (
+            PATH,
+            Slot(("lines", "max_lines", "limit"), whole(1, 200), INTEGER, said=(", {} lines",)),
+        ),
+        "the content of {path}",
+        (
+            "What does {path} say{more}?",
+            "Read {path}{more}.",
+            "Show me the file {path}{more}.",
+            "Open {path}{more}, please.",
+        ),
+        (Field(("content", "text"), fresh(v.phrase)),),
+        'The file says "{content}".',
+        vary="path",
+        several=("Read {items}{more}.", "Show me the files {items}{more}."),
+        again=("And {path}?", "Now {path}, please."),
+        lookup=True,
+    ),
+    Intent(
+        ("delete_file", "remove_file", "file_delete"),
+        ("Delete a file", "Remove a file for good"),
+        (PATH,),
+        "to delete {path}",
+        ("Delete {path}.", "Remove the file {path}.", "The file {path} can go, delete it."),
+        (STATUS,),
+        "{path} is deleted.",
+        vary="path",
+        several=("Delete {items}.", "Remove the files {items}."),
+        again=("And {path}.", "Also {path}, please."),
+    ),
+    Intent(
+        ("create_ticket", "open_ticket", "report_issue"),
+        ("Open a ticket", "Report an issue"),
+        (
+            Slot(("title", "summary", "subject"), v.phrase, long=True),
+            Slot(
+                ("priority", "severity"),
+                one("low", "normal", "high"),
+                enum("low", "normal", "high"),
+            ),
+            Slot(("labels", "tags"), v.tags, STRINGS, said=(" with the labels {}", ", tagged {}")),
+        ),
+        "a ticket of {priority} priority",
+        (
+            'Open a ticket "{title}", priority {priority}{more}.',
+            'Report "{title}" with {priority} priority{more}.',
+            'File an issue of {priority} priority{more}: "{title}"',
+            'We need a ticket of {priority} priority{more}. It says "{title}".',
+        ),
+        (Field(("ticket_id", "ticket", "id"), fresh(v.identifier)),),
+        "The ticket is open: {ticket_id}.",
+        vary="priority",
+    ),
+    Intent(
+        ("assign_ticket", "ticket_assign", "set_assignee"),
+        ("Give a ticket to a person", "Assign a ticket"),
+        (
+            Slot(("ticket_id", "ticket", "id"), v.identifier),
+            Slot(("assignee", "person", "owner"), v.first_name),
+        ),
+        "ticket {ticket_id} assigned to {assignee}",
+        (
+            "Assign ticket {ticket_id} to {assignee}.",
+            "Give {assignee} the ticket {ticket_id}.",
+            "{assignee} takes over ticket {ticket_id}.",
+        ),
+        (STATUS,),
+        "{assignee} has ticket {ticket_id} now.",
+        vary="ticket_id",
+        several=("Assign the tickets {items} to {assignee}.",),
+        again=("And ticket {ticket_id}.", "Ticket {ticket_id}, too."),
+    ),
+    Intent(
+        ("stock_price", "get_quote", "share_price"),
+        ("Price of a stock", "Current price of a share"),
+        (Slot(("symbol", "ticker", "stock"), symbol),),
+        "the price of {symbol}",
+        (
+            "What does {symbol} cost?",
+            "What is the stock price of {symbol}?",
+            "Price of {symbol}, please.",
+            "How much is a share of {symbol}?",
+        ),
+        (Field(("price", "last", "quote"), fresh(v.cents)),),
+        "{symbol} costs {price}.",
+        vary="symbol",
+        several=("What do {items} cost?", "Compare the prices of {items}."),
+        again=("And {symbol}?", "What about {symbol}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("create_note", "add_note", "take_note"),
+        ("Save a note", "Write a note"),
+        (
+            Slot(("text", "note", "content"), v.phrase, long=True),
+            Slot(("tags", "labels"), v.tags, STRINGS, said=(" under {}", " with the tags {}")),
+            Slot(("pinned", "pin"), coin, BOOLEAN, said=(", pinned",), denied=(", not pinned",)),
+        ),
+        "to save a note",
+        (
+            'Note "{text}"{more}.',
+            'Save the note "{text}"{more}.',
+            'Write down "{text}"{more}.',
+        ),
+        (ID,),
+        "The note is saved: {id}.",
+        vary="text",
+    ),
+    Intent(
+        ("count_rows", "table_size", "num_rows"),
+        ("Count the rows of a table", "Size of a database table"),
+        (
+            Slot(("table", "table_name"), lambda r: f"{v.topic(r)}_{v.word(r)}"),
+            Slot(("since", "from_date", "after"), v.date, said=(" since {}",)),
+        ),
+        "the number of rows of {table}",
+        (
+            "How many rows does {table} have{more}?",
+            "Count the rows of {table}{more}.",
+            "How big is the table {table}{more}?",
+        ),
+        (Field(("rows", "count", "size"), fresh(whole(0, 99999))),),
+        "{table} has {rows} rows.",
+        vary="table",
+        several=("Count the rows of {items}{more}.",),
+        again=("And {table}?", "What about {table}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("distance", "get_distance", "route_length"),
+        ("Distance between two cities", "Length of a route"),
+        (
+            Slot(("start", "origin", "from"), v.city),
+            Slot(("end", "destination", "to"), v.city),
+            Slot(
+                ("mode", "by"),
+                one("car", "train", "bike"),
+                enum("car", "train", "bike"),
+                said=(" by {}",),
+            ),
+        ),
+        "the distance from {start} to {end}",
+        (
+            "How far is it from {start} to {end}{more}?",
+            "What is the distance from {start} to {end}{more}?",
+            "How many kilometres are there between {start} and {end}{more}?",
+        ),
+        (Field(("kilometres", "km", "distance"), fresh(whole(5, 9000))),),
+        "From {start} to {end} it is {kilometres} km.",
+        vary="end",
+        several=("How far is it from {start} to {items}{more}?",),
+        again=("And to {end}?", "What about {end}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("read_sensor", "sensor_value", "get_measurement"),
+        ("Read a sensor", "Latest value of a sensor"),
+        (Slot(("sensor", "sensor_id", "device"), v.identifier),),
+        "the value of sensor {sensor}",
+        (
+            "What does sensor {sensor} say?",
+            "Read sensor {sensor}.",
+            "Give me the value of sensor {sensor}.",
+        ),
+        (Field(("value", "reading", "level"), lambda r, _: v.decimal(r, 5, 40)),),
+        "Sensor {sensor} says {value}.",
+        vary="sensor",
+        several=("Read the sensors {items}.",),
+        again=("And {sensor}?", "What about {sensor}?"),
+        lookup=True,
+    ),
+    Intent(
+        ("list_alarms", "show_alarms", "alarms"),
+        ("List all alarms", "Show the alarms"),
+        (),
+        "the list of alarms",
+        ("Which alarms are set?", "Show me my alarms.", "List all alarms.", "Do I have an alarm?"),
+        (Field(("alarms", "times"), lambda r, _: v.distinct(r, v.clock_time, r.randint(1, 3))),),
+        "These alarms are set: {alarms}.",
+        lookup=True,
+    ),
+    Intent(
+        ("current_user", "who_am_i", "session_user"),
+        ("Who is logged in", "Name of the current user"),
+        (),
+        "the current user",
+        ("Who is logged in?", "Under which name am I logged in?", "Which account is this?"),
+        (Field(("user", "login", "account"), fresh(v.person)),),
+        "{user} is logged in.",
+        lookup=True,
+    ),
+)

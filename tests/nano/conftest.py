@@ -1,0 +1,8 @@
+"""Makes the training package `nano`, which is in no wheel, importable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "packages" / "deepinfer-core"))
