@@ -44,9 +44,9 @@ def test_error_stays_low_on_blocks_that_were_not_seen() -> None:
 def test_error_of_a_sure_prophet_is_how_often_he_is_wrong() -> None:
     assert ece(np.ones(10), np.arange(10) < 7) == pytest.approx(0.3)
     assert ece(np.zeros(10), np.zeros(10, dtype=bool)) == 0
-    # two bins: 0.2 off in one half, 0.1 off in the other
+    # two bins: 0.2 too low in one half, 0.1 too high in the other
     predicted = np.repeat([0.3, 0.8], 10)
-    happened = np.array([True] * 5 + [False] * 5 + [True] * 9 + [False])
+    happened = np.array([True] * 5 + [False] * 5 + [True] * 7 + [False] * 3)
     assert ece(predicted, happened) == pytest.approx(0.15)
 
 
@@ -61,8 +61,8 @@ def test_counts_must_fit_the_logits(count: int) -> None:
 
 @pytest.fixture
 def calibration() -> DrafterCalibration:
-    five = (0.5, 1.0, 1.0, 2.0, 3.0)
-    measured = TrafficCalibration("greedy", "target_noise", five, "tasks", 20_000, five, five)
+    five, errors = (0.5, 1.0, 1.0, 2.0, 3.0), (0.1, 0.2, 0.05, 0.0, 1.0)
+    measured = TrafficCalibration("greedy", "target_noise", five, "tasks", 20_000, errors, errors)
     return DrafterCalibration(5, "sha256:12", (measured,))
 
 
@@ -94,8 +94,13 @@ def test_file_of_another_model_is_refused(
     ("change", "message"),
     [
         ({"temperatures": [1.0] * 4}, "5 numbers"),
-        ({"temperatures": [1.0] * 4 + [0.0]}, "positive"),
-        ({"temperatures": [1.0] * 4 + ["1"]}, "positive"),
+        ({"temperatures": [1.0] * 4 + [0.0]}, r"0\.01 \.\. 100"),
+        ({"temperatures": [1.0] * 4 + ["1"]}, r"0\.01 \.\. 100"),
+        ({"temperatures": [1.0] * 4 + [10**400]}, r"0\.01 \.\. 100"),
+        ({"ece_after": [0.1] * 4 + [7.0]}, r"0\.0 \.\. 1\.0"),
+        ({"num_blocks": "many"}, "`num_blocks` 'many'"),
+        ({"num_blocks": -1}, "`num_blocks` -1"),
+        ({"data_set": None}, "`data_set` None"),
         ({"ece_after": None}, "5 numbers"),
         ({"traffic": "both"}, "`traffic` 'both'"),
         ({"acceptance": "luck"}, "`acceptance` 'luck'"),
@@ -121,7 +126,7 @@ def test_class_may_not_come_twice(tmp_path: Path, calibration: DrafterCalibratio
         DrafterCalibration.load(path, block_size=5, checkpoint="sha256:12")
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", "[" * 100_000])
 def test_unreadable_file_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "calibration.json"
     if text is not None:

@@ -101,6 +101,85 @@ def test_json_is_compared_by_value(tokenizer: Tokenizer, judged: judge.Judge) ->
         assert broken.is_json is False and not broken.right
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ('{"a": true}', '{"a": 1}'),
+        ('{"a": 34}', '{"a": 34.0}'),
+        ('{"a": 1}', '{"a": "x", "a": 1}'),
+        ('{"a": null}', '{"a": NaN}'),
+    ],
+)
+def test_json_of_another_type_is_wrong(
+    wanted: str, found: str, tokenizer: Tokenizer, judged: judge.Judge
+) -> None:
+    [ask, *_] = asks("addition2", tokenizer)
+    eos = ask.expected[-1]
+
+    def reply(text: str) -> tuple[int, ...]:
+        return (*tokenizer.encode(text, add_special_tokens=False).ids, eos)
+
+    asked = judge.Ask(ask.prompt, reply(wanted))
+    assert judged.verdict(asked, reply(wanted)).right
+    assert not judged.verdict(asked, reply(found)).right
+
+
+def test_text_in_front_of_calls_is_not_right(tokenizer: Tokenizer, judged: judge.Judge) -> None:
+    found = 0
+    for ask in asks("tool_call", tokenizer, 12):
+        reading = judged.read(ask.prompt, ask.expected)
+        thinks = ask.prompt[-1] != tokenizer.token_to_id("</think>")
+        if thinks or not reading.calls:
+            continue
+        extra = tokenizer.encode("Some rubbish.", add_special_tokens=False).ids
+        verdict = judged.verdict(ask, (*extra, *ask.expected))
+        assert verdict.calls_equal and not verdict.right
+        found += 1
+    assert found
+
+
+def test_every_ask_gets_its_own_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replies come back from several processes, longest first; the sums of one task are right."""
+
+    def work(share: measure.Share) -> measure.Done:
+        # even sums are answered as expected, odd ones with nothing
+        replies = [a.expected if sum(a.prompt) % 2 == 0 else () for a in share.asks]
+        return measure.Done(tuple(replies), None, (), 1, 1.0, 1, 1.0)
+
+    class Inline:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.map = map
+
+        def __enter__(self) -> Inline:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(evaluate, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(evaluate, "work", work)
+    tasks = ("tool_turns", "addition2")
+    settings = evaluate.Settings(folder, None, tasks, 12, 0, 0, 3)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for row, task in zip(evaluate.evaluate(settings).rows, tasks, strict=True):
+        examples = [encode(e, tokenizer) for e in stream.held_out(tokenizer, task, 12, 0)]
+        good = [[sum(a.prompt) % 2 == 0 for a in judge.asks_of(each)] for each in examples]
+        turns = [each for turns in good for each in turns]
+        assert row["examples"] == len(examples)
+        assert row["right"] == round(100 * sum(map(all, good)) / len(good), 2)
+        assert row["turns_right"] == round(100 * sum(turns) / len(turns), 2)
+        assert 0 < row["turns_right"] < 100
+
+
+def test_no_example_both_calibrates_and_tests() -> None:
+    for task in ("addition2", "tool_call"):
+        tests = {e.key for e in stream.held_out(None, task, 40, 0)}
+        chosen = {e.key for e in stream.held_out(None, task, 40, 0, calibration=True)}
+        assert len(tests) == len(chosen) == 40
+        assert not tests & chosen
+
+
 def test_reasoning_does_not_count(tokenizer: Tokenizer, judged: judge.Judge) -> None:
     end = tokenizer.token_to_id("</think>")
     for ask in asks("addition2_think", tokenizer):
@@ -130,11 +209,13 @@ def test_evaluation_end_to_end(
 
         def __exit__(self, *_: object) -> None: ...
 
-    def held_out(tokenizer: Tokenizer, task: str, count: int, seed: int) -> list[Example]:
+    def held_out(
+        tokenizer: Tokenizer, task: str, count: int, seed: int, *, calibration: bool
+    ) -> list[Example]:
         if task == "text":  # reading the library takes seconds
             document = Message("assistant", ("A text that answers nobody.",))
             return [Example("text", "1", Conversation((document,), thinking=False))]
-        return stream.held_out(tokenizer, task, count, seed)
+        return stream.held_out(tokenizer, task, count, seed, calibration=calibration)
 
     monkeypatch.setattr(evaluate, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(evaluate, "held_out", held_out)

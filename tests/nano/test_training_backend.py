@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from nano.geometry import config_dict
 from nano.training import rounding
-from nano.training.backend import TrainingBackend
+from nano.training.backend import PackedRows, TrainingBackend, _Entries
 from nano.training.parameters import is_drafter, is_trained, start_values, weights_of
 from nano.training.target import Target
 from torch import Tensor
 
 from deepinfer_core.cpu.backend import CpuBackend
-from deepinfer_core.cpu.ops.attention import round_entry
+from deepinfer_core.cpu.ops.attention import read_entries, round_entry
 from deepinfer_core.cpu.ops.formats import round_fp8
+from deepinfer_core.cpu.ops.linear import Part, widen
 from deepinfer_core.model.batch import RowBatch
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
 from deepinfer_core.model.engram import EngramHash
+from deepinfer_core.model.quantize import quantize
 from deepinfer_core.model.state import ModelState, StateSizes
+from deepinfer_core.model.tensors import TensorKind
+from deepinfer_core.model.weights import Experts
 
 LENGTH = 192
 # documents of each row; beginnings divide by the candidate block, so that both sides cut alike
 DOCUMENTS = ((0, 64, 136), (0, 24))
+
+# tokens that are enough for every part to matter, and the matrices of each part
+FEW = 64
+MATRICES = {".indexer.": 8, ".compressor.": 3, ".engram.": 8}
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +117,23 @@ def test_packed_documents_equal_sequences_of_their_own(
     distance = torch.cat(far)
     if numerics == "ideal":
         assert distance.max() < 1e-3
-    else:  # a last bit apart, a value rounds to the other side: what follows is near at best
-        assert distance.quantile(0.1) < 1e-3
+    else:
+        # Sums of another order differ in their last bits, and now and then a value then rounds to
+        # the other side: of the rows, 74 % were within 1e-4 (half within 4e-6), 89 % within 1e-3
+        # and all within 1e-2. With any of the roundings left out, under 18 % are within 1e-2.
+        assert distance.quantile(0.5) < 1e-4
+        assert distance.quantile(0.9) < 1e-2
 
 
+@pytest.mark.parametrize("part", [".indexer.", ".compressor.", ".engram."])
 def test_unlike_weights_are_seen(
-    config: ModelConfig, hashes: EngramHash, parameters: dict[str, Tensor]
+    config: ModelConfig, hashes: EngramHash, parameters: dict[str, Tensor], part: str
 ) -> None:
-    """The comparison above would notice a change of any single parameter."""
-    tokens, documents = packed()
+    """With the sign of any one matrix of these parts changed, the output is another.
+
+    By more than the comparison above lets pass.
+    """
+    tokens, documents = (each[1:, :FEW] for each in packed())
     target = Target(config, hashes, torch.float32)
     off, on = torch.tensor(0.0), torch.tensor(True)
 
@@ -123,7 +142,9 @@ def test_unlike_weights_are_seen(
             return target.run(values, tokens, documents, off, on).result.hidden
 
     base = hidden(parameters)
-    for name in ("layers.4.attn.indexer.wq_b.weight", "layers.6.attn.indexer.wq_b.weight"):
+    names = [name for name, value in parameters.items() if part in name and value.dim() > 1]
+    assert len(names) == MATRICES[part]
+    for name in names:
         changed = parameters | {name: -parameters[name]}
         assert (hidden(changed) - base).abs().max() > 1e-3, name
 
@@ -184,3 +205,160 @@ def test_strength_none_and_full(config: ModelConfig) -> None:
 
 def replace_strength(backend: TrainingBackend, strength: float) -> TrainingBackend:
     return TrainingBackend(torch.tensor(strength), backend.sparse, window=backend.window)
+
+
+# single ops: equal inputs, the arithmetic of core's backend
+
+FULL, ON = torch.tensor(1.0), torch.tensor(True)
+STEP = 2.0**-7  # a bfloat16's last place, at most, of its value
+
+
+def drawn(*shape: int, seed: int = 4) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def even(*shape: int, seed: int = 4) -> Tensor:
+    """Return values of size 1 .. 16: products of what they round to sum up without a rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 1 + 15 * torch.rand(shape, generator=generator)
+    return size * torch.where(drawn(*shape, seed=seed + 1) < 0, -1, 1)
+
+
+def stored(values: Tensor, kind: TensorKind | None) -> tuple[Part, Part]:
+    """Return a matrix [.., out, in] as core reads it and as the trainer has it, of equal values."""
+    shape = (values.shape[-2], values.shape[-1])
+    if kind is None:
+        plain = Part(values.bfloat16(), None, "plain", shape)
+        return plain, plain
+    stack = values.reshape(-1, *shape)
+    payloads, scales = zip(*(quantize(kind, each) for each in stack), strict=True)
+    payload, scale = torch.stack(payloads), torch.stack(scales)
+    if kind is TensorKind.FP4_ROW:
+        payload = payload.view(torch.uint8)
+    if values.dim() == 2:
+        payload, scale = payload[0], scale[0]
+    packed = Part(payload, scale, kind.value, shape)
+    return packed, Part(widen(packed), None, kind.value, shape)
+
+
+@pytest.fixture
+def release() -> tuple[CpuBackend, TrainingBackend]:
+    return CpuBackend("release", strict=False), TrainingBackend(FULL, ON, window=16)
+
+
+@pytest.mark.parametrize("kind", [TensorKind.FP8_TILE, None])
+def test_linear_is_cores(
+    release: tuple[CpuBackend, TrainingBackend], kind: TensorKind | None
+) -> None:
+    core, ours = release
+    x = even(32, 96).bfloat16()
+    cores, trained = stored(even(64, 96, seed=8), kind)
+    assert torch.equal(ours.linear(x, trained), core.linear(x, cores))
+    assert torch.equal(ours.linear_float32(x, trained), core.linear_float32(x, cores))
+    # values of all sizes, whose sums may end a last place apart
+    x = (drawn(32, 96) * torch.logspace(-2, 2, 32).unsqueeze(1)).bfloat16()
+    cores, trained = stored(drawn(64, 96, seed=8), kind)
+    got, wanted = ours.linear(x, trained).float(), core.linear(x, cores).float()
+    assert ((got - wanted).abs() <= STEP * wanted.abs() + 1e-6 * x.abs().amax(1, True)).all()
+    assert (got == wanted).float().mean() > 0.98
+
+
+def test_grouped_linear_is_cores(release: tuple[CpuBackend, TrainingBackend]) -> None:
+    """Its inputs are never rounded, though its matrix is."""
+    core, ours = release
+    x = even(32, 3, 32).bfloat16()
+    cores, trained = stored(even(96, 32, seed=9), TensorKind.FP8_TILE)
+    assert torch.equal(ours.grouped_linear(x, trained), core.grouped_linear(x, cores))
+
+
+def test_inputs_stay_wide_where_only_caches_are_rounded() -> None:
+    core = CpuBackend("cache", strict=False)
+    ours = TrainingBackend(FULL, ON, window=16, dtype=torch.float32, round_inputs=False)
+    x = even(32, 96).bfloat16().float()
+    cores, trained = stored(even(64, 96, seed=8), TensorKind.FP8_TILE)
+    assert torch.allclose(ours.linear(x, trained), core.linear(x, cores), rtol=1e-5, atol=1e-3)
+
+
+def far_apart(got: Tensor, wanted: Tensor) -> float:
+    """Return the size of the difference relative to what is wanted."""
+    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+def test_experts_are_cores(release: tuple[CpuBackend, TrainingBackend]) -> None:
+    core, ours = release
+    x = even(64, 96).bfloat16()
+    ids = torch.stack(
+        [torch.randperm(4, generator=torch.Generator().manual_seed(i))[:2] for i in range(64)]
+    )
+    weights = drawn(64, 2, seed=5).abs() + 0.2
+    shapes = {"w1": (4, 64, 96), "w3": (4, 64, 96), "w2": (4, 96, 64)}
+    parts = {
+        name: stored(0.02 * drawn(*shape, seed=seed), TensorKind.FP4_ROW)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+    wanted = core.experts(
+        x, ids, weights, Experts(**{name: each[0] for name, each in parts.items()}), limit=1.0
+    )
+    got = ours.experts(
+        x, ids, weights, Experts(**{name: each[1] for name, each in parts.items()}), limit=1.0
+    )
+    # an expert's own result is rounded to bfloat16 there, the sum of both here; without the
+    # rounding of either layer's inputs the distance is above 1 %
+    assert far_apart(got, wanted) < 4e-3
+
+
+def test_shared_expert_is_cores(release: tuple[CpuBackend, TrainingBackend]) -> None:
+    core, ours = release
+    x = even(64, 96).bfloat16()
+    shapes = {"w1": (64, 96), "w3": (64, 96), "w2": (96, 64)}
+    parts = [
+        stored(0.02 * drawn(*shape, seed=seed), TensorKind.FP8_TILE)
+        for seed, shape in enumerate(shapes.values())
+    ]
+    wanted = core.shared_expert(x, *(each[0] for each in parts), limit=1.0)
+    got = ours.shared_expert(x, *(each[1] for each in parts), limit=1.0)
+    assert far_apart(got, wanted) < 4e-3
+
+
+@pytest.mark.parametrize("numerics", ["cache", "release"])
+def test_caches_are_rounded_as_cores(numerics: str) -> None:
+    core = CpuBackend(numerics, strict=False)
+    ours = TrainingBackend(FULL, ON, window=16, dtype=core.activation_dtype)
+    x = (drawn(40, 4, 64) * torch.logspace(-3, 3, 40).view(-1, 1, 1)).to(core.activation_dtype)
+    for op in ("round_index", "round_window"):
+        got, wanted = getattr(ours, op)(x), getattr(core, op)(x)
+        assert got.dtype == core.activation_dtype
+        assert torch.equal(got, wanted), op
+        assert not torch.equal(got, x), op
+
+
+@pytest.mark.parametrize("numerics", ["cache", "release"])
+@pytest.mark.parametrize("kind", ["compressed", "index"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_entries_read_back_as_cores(numerics: str, kind: str, ratio: int) -> None:
+    core = CpuBackend(numerics, strict=False)
+    ours = TrainingBackend(FULL, ON, window=16, dtype=core.activation_dtype)
+    count, width = 32, 64
+    entries = (drawn(count, width) * torch.logspace(-3, 2, count).unsqueeze(1)).to(
+        core.activation_dtype
+    )
+    packed_width, dtype = core.entry_format(kind, width)
+    table = torch.arange(4, dtype=torch.int32).view(1, 4)
+    store = Blocks(torch.zeros(5, 8, packed_width, dtype=dtype), table, ratio)
+    rows: Any = RowBatch.build(core, [count], [0], [0], window=16)
+    core.write_entries(store, entries, rows, kind)
+    own = _Entries(ratio)
+    ours.write_entries(own, entries, PackedRows(torch.zeros(1, count, dtype=torch.int64)), kind)
+    places = torch.arange(count // ratio).unsqueeze(0)
+    wanted = read_entries(store, torch.tensor([0]), places, kind, width, packed=True)
+    assert own.value is not None
+    assert torch.equal(own.value.float(), wanted)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Satisfies `interfaces.BlockStore`."""
+
+    data: Tensor
+    table: Tensor
+    ratio: int

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
+import os
 import random
+import signal
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from nano.training import curve
+from nano.training import curve, loader
 from nano.training.loader import Batch, LoaderError, batches
 from nano.training.loop import Diverged, LoopSettings, Piece, Progress, learning_rate, run
 from nano.training.optimizer import Optimizer, OptimizerSettings, orthogonalize
@@ -39,6 +44,14 @@ def broken(path, seed, stream, start):
 def deadly(path, seed, stream, start):
     import os
     os._exit(7)
+
+def large(path, seed, stream, start):
+    # 320 KB a row, which no pipe holds; a byte in the file tells that a row was made.
+    ids = np.zeros(2**16, np.uint16)
+    while True:
+        with open(path, "ab") as file:
+            file.write(b".")
+        yield Row(ids, ids, ids)
 """
 
 
@@ -232,11 +245,150 @@ def test_state_round_trip_and_damage(tmp_path: Path) -> None:
         assert kept.keys() == given.keys()
         assert all(torch.equal(kept[name], given[name]) for name in given)
         assert all(kept[name].dtype == given[name].dtype for name in given)
-    shard = tmp_path / "state-0.bin"
+    shard = tmp_path / "state-4-0.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(StateError, match="cut off"):
         load(tmp_path, {"a": [1, 2]})
     assert load(tmp_path / "empty", {}) is None
+
+
+def save_toy(folder: Path, step: int, value: float | None = None) -> None:
+    """Save a state of three shards (if they hold 100 bytes) full of one value."""
+    weights = {"w": torch.full((10, 10), float(step) if value is None else value)}
+    save(folder, SavedState(step, 1.0, weights, {}, [{"step": step}]), {"a": 1})
+
+
+def sign(index: dict[str, Any]) -> str:
+    plain = {key: value for key, value in index.items() if key != "sha256"}
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return json.dumps(plain | {"sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+# All by which `save` changes the folder.
+_CHANGES: list[tuple[Any, str]] = [
+    (Path, "open"),
+    (os, "fsync"),
+    (os, "replace"),
+    (Path, "unlink"),
+]
+BROKEN_INDEXES: dict[str, bytes | Callable[[dict[str, Any]], dict[str, Any] | str]] = {
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "object": b"{}",
+    "list": b"[1]",
+    "null": b"null",
+    "nested": b"[" * 100_000,
+    "step": lambda index: json.dumps(index | {"step": 5}),
+    "no checksum": lambda index: json.dumps({k: v for k, v in index.items() if k != "sha256"}),
+    "signed, no fields": lambda index: sign({}),
+    "signed, no records": lambda index: sign({k: v for k, v in index.items() if k != "records"}),
+    "signed, step": lambda index: sign(index | {"step": "4"}),
+    "signed, records": lambda index: sign(index | {"records": [4]}),
+    "signed, shards": lambda index: sign(index | {"shards": ["state-4-0.bin"]}),
+    "signed, shard outside": lambda index: sign(
+        index | {"shards": [index["shards"][0] | {"name": "../state-4-0.bin"}]}
+    ),
+    "signed, no tensors": lambda index: sign(index | {"tensors": []}),
+    "signed, shape": lambda index: sign(
+        index | {"tensors": [index["tensors"][0] | {"shape": [10, 11]}]}
+    ),
+    "signed, negative": lambda index: sign(
+        index | {"tensors": [index["tensors"][0] | {"shape": [-10, -10]}]}
+    ),
+    "signed, kind": lambda index: sign(
+        index | {"tensors": [index["tensors"][0] | {"kind": ["float24"]}]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_INDEXES)
+def test_a_damaged_index_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    save_toy(tmp_path, 4)
+    path = tmp_path / "state.json"
+    damage = BROKEN_INDEXES[name]
+    found = damage if isinstance(damage, bytes) else damage(json.loads(path.read_bytes()))
+    path.write_bytes(found if isinstance(found, bytes) else str(found).encode())
+    with pytest.raises(StateError, match=r"state\.json` .*Restore the folder from a copy"):
+        load(tmp_path, {"a": 1})
+
+
+def test_an_index_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    save_toy(tmp_path, 4)
+    path = tmp_path / "state.json"
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(StateError, match=r"state\.json` is not JSON"):
+            load(tmp_path, {"a": 1})
+
+
+def test_the_checksum_is_that_of_the_canonical_index(tmp_path: Path) -> None:
+    # Number keys sort otherwise than the strings that JSON makes of them.
+    settings = {"a": {10: 1, 9: (2, None)}, "\u00fc": 0.1}
+    save(tmp_path, SavedState(1, 0.0, {"w": torch.zeros(2)}, {}), settings)
+    text = (tmp_path / "state.json").read_text()
+    assert json.loads(sign(json.loads(text))) == json.loads(text)
+    assert load(tmp_path, settings) is not None
+
+
+def test_shards_without_an_index_are_no_fresh_start(tmp_path: Path) -> None:
+    save_toy(tmp_path, 4)
+    (tmp_path / "state.json").unlink()
+    with pytest.raises(StateError, match=r"state\.json` is missing, but .*delete the folder"):
+        load(tmp_path, {"a": 1})
+
+
+def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
+    save_toy(tmp_path, 4)
+    (tmp_path / "state-4-0.bin").unlink()
+    with pytest.raises(StateError, match=r"state-4-0\.bin` .*missing"):
+        load(tmp_path, {"a": 1})
+
+
+@pytest.mark.parametrize("again", [8, 4], ids=["a later step", "the same step"])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int
+) -> None:
+    class Killed(BaseException):
+        """Not caught by any cleaning up."""
+
+    monkeypatch.setattr("nano.training.state.SHARD_BYTES", 100)
+    whole = {name: getattr(owner, name) for owner, name in _CHANGES}
+    moments = 0
+    for moment in range(100):
+        folder = tmp_path / str(moment)
+        save_toy(folder, 4)
+        left = iter([False] * moment + [True])
+
+        def act(name: str, *args: Any, left: Any = left, **kwargs: Any) -> Any:
+            if next(left, False):
+                raise Killed
+            return whole[name](*args, **kwargs)
+
+        with monkeypatch.context() as patches:
+            for owner, name in _CHANGES:
+                patches.setattr(owner, name, lambda *a, name=name, **k: act(name, *a, **k))
+            try:
+                save_toy(folder, again, 2.5)
+                ended = True
+            except Killed:
+                ended = False
+        found = load(folder, {"a": 1})
+        assert found is not None
+        value = found.weights["w"][0, 0].item()
+        assert (found.step, value) in [(4, 4.0), (again, 2.5)]
+        assert found.weights["w"].unique().tolist() == [value]
+        # The next save clears away what the killed one left.
+        save_toy(folder, 9)
+        assert {file.name for file in folder.iterdir()} == {
+            "state.json",
+            *(f"state-9-{number}.bin" for number in range(3)),
+        }
+        moments = moment
+        if ended:
+            break
+    # Three shards and the index are opened and synced, the index renamed, old shards deleted.
+    assert moments == 4 * 2 + 1 + 3
 
 
 def test_rounding_to_24_bits_is_close_and_idempotent() -> None:
@@ -294,6 +446,52 @@ def test_batches_do_not_depend_on_workers_or_start(fake_rows: str) -> None:
 def test_a_failed_worker_raises_in_the_parent(fake_rows: str, source: str, told: str) -> None:
     with pytest.raises(LoaderError, match=told):
         take(fake_rows, 40, 1, source=source)
+
+
+@pytest.mark.timeout(60)  # what is tested against is a wait without end
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, "-9"), (signal.SIGINT, "0")])
+def test_a_worker_that_dies_while_it_sends_raises_in_the_parent(
+    fake_rows: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: str,
+) -> None:
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("a shell started the tests without Ctrl-C, and workers inherit that")
+    made = tmp_path / "made"
+    source = __import__(fake_rows).large
+    stream = batches(str(made), 9, 2, 1, source=source)
+    try:
+        next(stream)
+        # The parent took two batches of two rows; nobody takes the third.
+        while made.stat().st_size < 6:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        (worker,) = (
+            child for child in multiprocessing.active_children() if child.name == "row-worker-0"
+        )
+        assert worker.pid is not None
+        assert made.stat().st_size == 6, "`send` bounds what is ready"
+        os.kill(worker.pid, number)
+        started = time.monotonic()
+        with pytest.raises(LoaderError, match=f"row-worker-0 ended with exit code {code} "):
+            next(stream)
+        assert time.monotonic() - started < 5
+    finally:
+        stream.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_worker_ends_quietly_when_nobody_reads(
+    fake_rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # as the worker sets it
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    reader.close()
+    source = __import__(fake_rows).large
+    loader._work(source, str(tmp_path / "made"), 9, 2, 0, range(16), writer)
+    writer.close()
 
 
 def test_curve_is_well_formed_and_marks_the_changes(tmp_path: Path) -> None:

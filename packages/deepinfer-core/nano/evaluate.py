@@ -55,6 +55,7 @@ class Settings:
             replies the perplexity is taken.
         seed: of the examples.
         processes: with one thread each.
+        calibration: take the held-out examples that are for calibration instead of those that test.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Settings:
     num_verified: int
     seed: int
     processes: int
+    calibration: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,9 @@ def evaluate(settings: Settings) -> Summary:
 def _examples(settings: Settings, tokenizer: Tokenizer) -> list[_Example]:
     found = []
     for task in settings.tasks:
-        drawn = held_out(tokenizer, task, settings.count, settings.seed)
+        drawn = held_out(
+            tokenizer, task, settings.count, settings.seed, calibration=settings.calibration
+        )
         for number, example in enumerate(drawn):
             encoded = encode(example, tokenizer)
             asks = () if is_document(example.conversation) else tuple(asks_of(encoded))
@@ -226,14 +230,9 @@ def _drafter(settings: Settings, blocks: Verified) -> dict[str, Any]:
     }
     if len(logits) < 2:
         return figures
-    file = settings.folder / CALIBRATION_NAME
-    if file.exists():
-        size = ModelConfig.from_folder(settings.folder).dspark_block_size
-        known = DrafterCalibration.load(
-            file, block_size=size, checkpoint=checkpoint_hash(settings.folder)
-        )
-        [greedy] = [each for each in known.classes if each.traffic == "greedy"]
-        temperatures, source = greedy.temperatures, CALIBRATION_NAME
+    if (known := _known_temperatures(settings)) is not None:
+        # chosen on other examples, see `is_for_calibration`
+        temperatures, source = known, CALIBRATION_NAME
         tested = np.ones(len(logits), dtype=bool)
     else:
         # one half of the texts chooses the temperatures, the other one tests them
@@ -252,6 +251,24 @@ def _drafter(settings: Settings, blocks: Verified) -> dict[str, Any]:
     }
 
 
+def _known_temperatures(settings: Settings) -> tuple[float, ...] | None:
+    """Return those of the model's calibration for greedy requests; None if there are none.
+
+    Raises:
+        CheckpointError: the file belongs to another model.
+    """
+    file = settings.folder / CALIBRATION_NAME
+    if settings.calibration or not file.exists():
+        return None
+    known = DrafterCalibration.load(
+        file,
+        block_size=ModelConfig.from_folder(settings.folder).dspark_block_size,
+        checkpoint=checkpoint_hash(settings.folder),
+    )
+    greedy = [each.temperatures for each in known.classes if each.traffic == "greedy"]
+    return greedy[0] if greedy else None
+
+
 def _errors(logits: np.ndarray, accepted: np.ndarray, temperatures: np.ndarray) -> list[float]:
     predicted = survival(logits.astype(np.float64), temperatures)
     return [round(ece(predicted[:, k], accepted > k), 4) for k in range(logits.shape[1])]
@@ -265,7 +282,7 @@ def write_calibration(settings: Settings, blocks: Verified) -> Path:
         traffic="greedy",
         acceptance="target_noise",
         temperatures=found.temperatures,
-        data_set=f"deepinfer-nano held-out tasks, seed {settings.seed}",
+        data_set=f"deepinfer-nano held-out tasks, calibration part, seed {settings.seed}",
         num_blocks=int(complete.sum()),
         ece_before=found.ece_before,
         ece_after=found.ece_after,
@@ -304,7 +321,11 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Names
     )
     parser.add_argument("--seed", type=int, default=0, help="of the examples")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--calibrate", action="store_true", help="write calibration.json")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure on the examples for calibration and write calibration.json",
+    )
     parser.add_argument("--json", type=Path, help="append the JSON line to this file")
     options = parser.parse_args(arguments)
     settings = Settings(
@@ -315,6 +336,7 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Names
         num_verified=options.measured,
         seed=options.seed,
         processes=options.processes,
+        calibration=options.calibrate,
     )
     return settings, options
 
@@ -322,6 +344,7 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Names
 def main(arguments: Sequence[str] | None = None) -> None:
     """Evaluate and report."""
     settings, options = _settings(arguments)
+    _known_temperatures(settings)  # a file of another model should be told now, not at the end
     summary = evaluate(settings)
     columns = list(summary.rows[0])
     cells = [["-" if row[c] is None else row[c] for c in columns] for row in summary.rows]

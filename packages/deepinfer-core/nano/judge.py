@@ -60,8 +60,8 @@ class Verdict:
     """What is true of one reply.
 
     Attributes:
-        right: the calls are the expected ones; without calls the answer is, compared as JSON if it
-            should be JSON. What was thought does not count.
+        right: text and calls are the expected ones, arguments and a text that should be JSON
+            compared as values. What was thought does not count.
         exact: all ids are the expected ones.
         calls_equal: the same calls with the same arguments; None if none are expected or made.
         is_json: the answer is JSON; None if it need not be.
@@ -91,11 +91,11 @@ class Judge:
         ended = bool(reply) and reply[-1] == self._eos
         if wanted.calls or found.calls:
             equal = ended and not found.malformed and wanted.calls == found.calls
-            return Verdict(equal, exact, equal, None)
-        value = _json(wanted.text)
-        if isinstance(value, dict | list):
+            return Verdict(equal and wanted.text == found.text, exact, equal, None)
+        if wanted.text.startswith(("{", "[")) and _is_json(wanted.text):
             is_json = ended and _is_json(found.text)
-            return Verdict(is_json and _json(found.text) == value, exact, None, is_json)
+            same = is_json and _canonical(found.text) == _canonical(wanted.text)
+            return Verdict(same and not found.malformed, exact, None, is_json)
         return Verdict(ended and wanted.text == found.text, exact, None, None)
 
     def read(self, prompt: Sequence[int], reply: Sequence[int]) -> Reading:
@@ -127,18 +127,27 @@ class Judge:
 
 
 def _canonical(text: str) -> str:
+    """Return JSON in one form: 1, 1.0 and true stay three things; other text as it is."""
     if not _is_json(text):
         return text
     return json.dumps(json.loads(text), sort_keys=True, ensure_ascii=False)
 
 
 def _is_json(text: str) -> bool:
+    """Return whether it is strict JSON: no NaN, no key twice."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
     except ValueError:
         return False
     return True
 
 
-def _json(text: str) -> object:
-    return json.loads(text) if _is_json(text) else None
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found

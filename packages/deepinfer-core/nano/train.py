@@ -81,7 +81,7 @@ def main() -> int:
         rounding=Ramp(*(int(arguments.steps * part) for part in arguments.rounding)),
         sparse_from=int(arguments.steps * arguments.sparse_from),
     )
-    progress = _train(job, "target", target, arguments.steps, arguments.lr, arguments.seed)
+    progress = _train(job, "target", target, arguments.steps, arguments.lr, arguments.seed, {})
     if not progress.finished:
         return 0
     frozen = target.values()
@@ -95,13 +95,30 @@ def main() -> int:
     )
     # other rows than the target saw last
     seed = arguments.seed + 1
-    progress = _train(job, "drafter", drafter, arguments.drafter_steps, arguments.drafter_lr, seed)
+    progress = _train(
+        job,
+        "drafter",
+        drafter,
+        arguments.drafter_steps,
+        arguments.drafter_lr,
+        seed,
+        {"behind": _fingerprint(frozen)},
+    )
     if progress.finished:
         _export(job, frozen | drafter.values(), int(fold.max()) + 1)
     return 0
 
 
-def _train(job: Run, name: str, phase: Phase, steps: int, peak_lr: float, seed: int) -> Progress:
+def _train(
+    job: Run,
+    name: str,
+    phase: Phase,
+    steps: int,
+    peak_lr: float,
+    seed: int,
+    more: Mapping[str, str],
+) -> Progress:
+    """Run a phase as far as the time goes; `more` is what else its state depends on."""
     arguments = job.arguments
     # what came before the first phase, such as imports, counts as its time
     started = job.started if name == "target" else time.monotonic()
@@ -128,6 +145,9 @@ def _train(job: Run, name: str, phase: Phase, steps: int, peak_lr: float, seed: 
             "rounding": list(arguments.rounding),
             "sparse_from": arguments.sparse_from,
             "anchors": arguments.anchors,
+            "geometry": repr(job.config),
+            "tokenizer": hashlib.sha256(Path(arguments.tokenizer).read_bytes()).hexdigest(),
+            **more,
         },
     )
     piece = Piece(
@@ -141,11 +161,19 @@ def _train(job: Run, name: str, phase: Phase, steps: int, peak_lr: float, seed: 
     return run(phase, settings, piece, source)
 
 
+def _fingerprint(values: Mapping[str, Tensor]) -> str:
+    """Return a hash of the target: a drafter is no use behind another one."""
+    digest = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        digest.update(name.encode() + value.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _check(job: Run, values: Mapping[str, Tensor], tokenizer: Tokenizer) -> None:
     """Print and keep the share of right replies; once, as it takes a while."""
     from nano.data.tasks import TASKS
 
-    path = job.work / "check.json"
+    path = job.work / f"check-{_fingerprint(values)[:8]}.json"
     if path.exists() or not job.arguments.check:
         return
     tasks = [name for name in TASKS if name != "text"]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 from deepinfer_core import __version__, loader
@@ -383,6 +384,16 @@ def test_lines_are_in_the_file_while_others_still_run(run, scripted, tmp_path: P
     stdin = jsonl(*({"prompt_token_ids": [9], "max_tokens": count} for count in (1, 4, 2)))
     run("-", "--out", str(out), stdin=stdin)
     assert sizes == [0, 1, 1, 1]
+
+
+def test_output_that_cannot_be_written_is_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(typer.Exit) as left:
+        options.reports_errors(full)()
+    assert left.value.exit_code == 1
+    assert "the output cannot be written: No space left on device" in capfd.readouterr().err
 
 
 def test_full_disk_is_one_error_that_says_what_is_safe(run) -> None:

@@ -156,6 +156,22 @@ def test_wrong_shape_is_named(
         write_model(tmp_path / "model", config, tensors, tokenizer_json, {})
 
 
+@pytest.mark.parametrize("name", ["norm.weight", "layers.0.ffn.experts.0.w1.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_value_that_is_not_finite_is_named(
+    tmp_path: Path,
+    config: dict[str, Any],
+    tokenizer_json: str,
+    generator: torch.Generator,
+    name: str,
+    value: float,
+) -> None:
+    tensors = made(config, generator)
+    tensors[name].flatten()[3] = value
+    with pytest.raises(CheckpointError, match=f"`{name}` holds values that are not finite"):
+        write_model(tmp_path / "model", config, tensors, tokenizer_json, {})
+
+
 def test_folder_in_use_and_invalid_config_are_left_alone(
     tmp_path: Path, config: dict[str, Any], tokenizer_json: str, generator: torch.Generator
 ) -> None:

@@ -9,10 +9,13 @@ from random import Random
 
 from deepseek_recipe.conversation import Conversation
 
-__all__ = ["HELD_OUT_SHARE", "Draw", "Example", "is_held_out"]
+__all__ = ["HELD_OUT_SHARE", "Draw", "Example", "is_for_calibration", "is_held_out"]
 
 # One example of this many is never trained on.
 HELD_OUT_SHARE = 16
+
+# Of those, one of this many calibrates the drafter, and the others test it.
+_CALIBRATION_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -38,5 +41,14 @@ Draw = Callable[[Random], Example]
 
 def is_held_out(example: Example) -> bool:
     """Return whether the example belongs to the evaluation; by its task and key alone."""
+    return _number(example) % HELD_OUT_SHARE == 0
+
+
+def is_for_calibration(example: Example) -> bool:
+    """Return whether a held-out example is for calibration, and so in no evaluation."""
+    return _number(example) // HELD_OUT_SHARE % _CALIBRATION_SHARE == 0
+
+
+def _number(example: Example) -> int:
     digest = hashlib.blake2b(f"{example.task}\n{example.key}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest) % HELD_OUT_SHARE == 0
+    return int.from_bytes(digest)

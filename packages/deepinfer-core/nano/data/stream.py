@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from deepseek_recipe.conversation import ResponseFormat
 from nano.data.encoding import Encoded, encode
-from nano.data.example import HELD_OUT_SHARE, Draw, Example, is_held_out
+from nano.data.example import HELD_OUT_SHARE, Draw, Example, is_for_calibration, is_held_out
 from nano.data.tasks import TASKS
 from nano.geometry import SEQUENCE_LEN
 
@@ -71,12 +71,15 @@ def rows(tokenizer: Tokenizer, seed: int, worker: int, start: int = 0) -> Iterat
         index, skipped = index + 1, 0
 
 
-def held_out(tokenizer: Tokenizer | None, task: str, count: int, seed: int) -> list[Example]:
+def held_out(
+    tokenizer: Tokenizer | None, task: str, count: int, seed: int, *, calibration: bool = False
+) -> list[Example]:
     """Return held-out examples of a task with distinct keys.
 
     Args:
         tokenizer: leaves out examples that are longer than a training row; None keeps them.
         count: how many are wanted; a task with few contents may have fewer.
+        calibration: draw from those that calibrate the drafter; else from those that test.
     """
     draw, _ = TASKS[task]
     random = Random(f"held out/{seed}/{task}")
@@ -86,6 +89,8 @@ def held_out(tokenizer: Tokenizer | None, task: str, count: int, seed: int) -> l
             break
         example = draw(random)
         if example.key in found or not is_held_out(example):
+            continue
+        if is_for_calibration(example) != calibration:
             continue
         if tokenizer is None or len(encode(example, tokenizer).token_ids) <= SEQUENCE_LEN:
             found[example.key] = example

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import queue
+import signal
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
     # Imported where it is used: a worker starts seconds sooner without it.
     import torch
     from torch import Tensor
@@ -22,8 +25,8 @@ __all__ = ["NUM_STREAMS", "Batch", "LoaderError", "RowLike", "batches", "stream_
 
 # Streams that the steps of a run take in turn.
 NUM_STREAMS = 16
-# Batches a worker may have ready beyond the one it is making.
-_READY = 2
+# Seconds that a worker whose pipe has ended may take to be gone.
+_END_TIMEOUT = 5.0
 
 
 class RowLike(Protocol):
@@ -42,7 +45,7 @@ RowSource = Callable[[str, int, int, int], Iterator[RowLike]]
 
 
 class LoaderError(RuntimeError):
-    """A worker failed; the message holds its traceback."""
+    """A worker failed or died; the message names it, with its traceback or its exit code."""
 
 
 @dataclass(frozen=True)
@@ -103,40 +106,34 @@ def batches(
         raise ValueError(f"`workers` is {workers}; allowed are 1 to {NUM_STREAMS}.")
     # A forked child must not inherit a CUDA context, so each one starts afresh.
     context = multiprocessing.get_context("spawn")
-    queues: list[Any] = [context.Queue(maxsize=_READY) for _ in range(workers)]
-    processes = [
-        context.Process(
-            target=_work,
-            args=(
-                source,
-                tokenizer_path,
-                seed,
-                batch_rows,
-                start_step,
-                range(number, NUM_STREAMS, workers),
-                queues[number],
-            ),
-            daemon=True,
-            name=f"row-worker-{number}",
-        )
-        for number in range(workers)
-    ]
+    workplaces: list[tuple[SpawnProcess, Connection]] = []
     try:
-        for process in processes:
-            process.start()
+        for number in range(workers):
+            # The pipe bounds what a worker has ready: `send` waits for room in its 64 KiB.
+            reader, writer = context.Pipe(duplex=False)
+            streams = range(number, NUM_STREAMS, workers)
+            process = context.Process(
+                target=_work,
+                args=(source, tokenizer_path, seed, batch_rows, start_step, streams, writer),
+                daemon=True,
+                name=f"row-worker-{number}",
+            )
+            workplaces.append((process, reader))
+            # Only the worker may hold the end that writes: its death then ends the pipe.
+            with writer:
+                process.start()
         ahead = None
         for step in itertools.count(start_step):
-            turn = step % NUM_STREAMS % workers
-            arrays = _receive(queues[turn], processes[turn])
+            arrays = _receive(*workplaces[step % NUM_STREAMS % workers])
             current, ahead = ahead, _on_device(arrays, str(device))
             if current is not None:
                 yield current
     finally:
-        for process, channel in zip(processes, queues, strict=True):
+        for process, reader in workplaces:
             if process.pid is not None:
                 process.terminate()
                 process.join()
-            channel.close()
+            reader.close()
 
 
 def _work(
@@ -146,12 +143,28 @@ def _work(
     batch_rows: int,
     start_step: int,
     streams: range,
-    channel: Any,
+    writer: Connection,
 ) -> None:
     """Send the batches of `streams` in the order of their steps, until the parent ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already
     try:
-        open_streams: dict[int, Iterator[RowLike]] = {}
+        for message in _messages(source, tokenizer_path, seed, batch_rows, start_step, streams):
+            writer.send(message)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return  # the run ends, and it is the parent's to say why
+
+
+def _messages(
+    source: RowSource,
+    tokenizer_path: str,
+    seed: int,
+    batch_rows: int,
+    start_step: int,
+    streams: range,
+) -> Iterator[tuple[np.ndarray[Any, Any], ...] | str]:
+    """Yield the arrays of each batch; if the source fails, its traceback as the last one."""
+    open_streams: dict[int, Iterator[RowLike]] = {}
+    try:
         for step in itertools.count(start_step):
             turn, stream = divmod(step, NUM_STREAMS)
             if stream not in streams:
@@ -159,11 +172,9 @@ def _work(
             if stream not in open_streams:
                 start = turn * batch_rows
                 open_streams[stream] = source(tokenizer_path, seed, stream, start)
-            rows = list(itertools.islice(open_streams[stream], batch_rows))
-            if not _send(channel, _arrays(rows)):
-                return
+            yield _arrays(list(itertools.islice(open_streams[stream], batch_rows)))
     except Exception:
-        _send(channel, traceback.format_exc())
+        yield traceback.format_exc()
 
 
 def _arrays(rows: list[RowLike]) -> tuple[np.ndarray[Any, Any], ...]:
@@ -174,35 +185,20 @@ def _arrays(rows: list[RowLike]) -> tuple[np.ndarray[Any, Any], ...]:
     )
 
 
-def _send(channel: Any, message: object) -> bool:
-    """Wait for room in the queue; return false when the parent has ended meanwhile."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker is always started by `batches`"
-    while True:
-        try:
-            channel.put(message, timeout=1)
-            return True
-        except queue.Full:
-            if not parent.is_alive():
-                channel.cancel_join_thread()  # nobody reads what is queued
-                return False
-
-
-def _receive(channel: Any, process: Any) -> tuple[np.ndarray[Any, Any], ...]:
-    while True:
-        alive = process.is_alive()
-        try:
-            message = channel.get(timeout=1)
-        except queue.Empty:
-            if alive:
-                continue
-            raise LoaderError(
-                f"{process.name} ended with exit code {process.exitcode} and made no batch."
-            ) from None
-        if isinstance(message, str):
-            raise LoaderError(f"{process.name} failed:\n{message}")
-        assert isinstance(message, tuple), "a worker sends its arrays or its traceback"
-        return message
+def _receive(process: SpawnProcess, reader: Connection) -> tuple[np.ndarray[Any, Any], ...]:
+    try:
+        message = reader.recv()
+    except (EOFError, OSError) as error:  # OSError: in the midst of a message
+        process.join(_END_TIMEOUT)
+        killed = process.exitcode == -signal.SIGKILL
+        raise LoaderError(
+            f"{process.name} ended with exit code {process.exitcode} before its batch was whole."
+            + (" It was killed: is the memory too small for so many workers?" if killed else "")
+        ) from error
+    if isinstance(message, str):
+        raise LoaderError(f"{process.name} failed:\n{message}")
+    assert isinstance(message, tuple), "a worker sends its arrays or its traceback"
+    return message
 
 
 def _on_device(arrays: tuple[np.ndarray[Any, Any], ...], device: str) -> Batch:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,12 +21,17 @@ __all__ = ["SHARD_BYTES", "SavedState", "StateError", "load", "round_to_24_bits"
 
 SHARD_BYTES = 15 * 2**20
 _INDEX = "state.json"
+_SHARDS = "state-*.bin"
+_SHARD_NAME = re.compile(r"state-[0-9]+-[0-9]+\.bin")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _RAW = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "int32": torch.int32,
     "int64": torch.int64,
 }
+# Bytes of a value.
+_WIDTHS = {"float24": 3} | {kind: dtype.itemsize for kind, dtype in _RAW.items()}
 
 
 class StateError(RuntimeError):
@@ -61,10 +69,11 @@ def round_to_24_bits(weights: Mapping[str, Tensor]) -> None:
 
 
 def save(folder: Path, state: SavedState, settings: Mapping[str, Any]) -> int:
-    """Write the state into `folder` and return its bytes, in files `state-N.bin`, `state.json`.
+    """Write the state into `folder` and return its bytes.
 
-    All is written beside the old files before the first of them is replaced, so that what a
-    kill can break takes no longer than some renames, and `load` notices it.
+    The files are the shards `state-STEP-N.bin` and the index `state.json`, which names them. No
+    shard is ever overwritten and the index is replaced in one go, after the new shards were
+    written and before the old ones are deleted, so at any moment a kill leaves a whole state.
 
     Args:
         folder: made if missing.
@@ -81,12 +90,13 @@ def save(folder: Path, state: SavedState, settings: Mapping[str, Any]) -> int:
             parts.append(_to_bytes(tensor, kind))
     stream = np.concatenate(parts)
     shards = []
-    for number, start in enumerate(range(0, len(stream), SHARD_BYTES)):
+    # Shards of this step may exist, even be those in use, if the step is saved again.
+    names = (f"state-{state.step}-{number}.bin" for number in itertools.count())
+    for start in range(0, len(stream), SHARD_BYTES):
         content = stream[start : start + SHARD_BYTES].tobytes()
-        _part(folder, f"state-{number}.bin").write_bytes(content)
-        shards.append(
-            {"name": f"state-{number}.bin", "sha256": hashlib.sha256(content).hexdigest()}
-        )
+        name = next(name for name in names if not (folder / name).exists())
+        _write(folder / name, content)
+        shards.append({"name": name, "sha256": hashlib.sha256(content).hexdigest()})
     index = {
         "step": state.step,
         "seconds": round(state.seconds, 1),
@@ -95,12 +105,13 @@ def save(folder: Path, state: SavedState, settings: Mapping[str, Any]) -> int:
         "tensors": entries,
         "records": state.records,
     }
-    text = json.dumps(index, indent=None, separators=(",", ":"))
-    _part(folder, _INDEX).write_text(text, encoding="utf-8")
-    for name in (*(shard["name"] for shard in shards), _INDEX):
-        os.replace(_part(folder, name), folder / name)
-    for stale in folder.glob("state-*.bin"):
-        if all(stale.name != shard["name"] for shard in shards):
+    text = json.dumps(index | {"sha256": _checksum(index)}, separators=(",", ":")).encode()
+    part = folder / f"{_INDEX}.part"
+    _write(part, text)
+    os.replace(part, folder / _INDEX)
+    used = {shard["name"] for shard in shards}
+    for stale in folder.glob(_SHARDS):
+        if stale.name not in used:
             stale.unlink()
     return len(stream) + len(text)
 
@@ -112,27 +123,30 @@ def load(
 
     Raises:
         StateError: it was saved with other settings (the message names each), or a file is
-            missing or not the one that was saved.
+            missing, damaged or not the one that was saved.
     """
-    if not (folder / _INDEX).exists():
+    path = folder / _INDEX
+    if not path.exists():
+        if any(folder.glob(_SHARDS)):
+            _refuse(path, "is missing, but shards of a state lie beside it")
         return None
-    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    index = _read_index(path)
     # Through JSON, as the saved ones went: tuples become lists there.
     _check_settings(folder, index["settings"], json.loads(json.dumps(dict(settings))))
     contents = []
     for shard in index["shards"]:
-        path = folder / shard["name"]
-        content = path.read_bytes() if path.exists() else b""
+        file = folder / shard["name"]
+        content = file.read_bytes() if file.exists() else b""
         if hashlib.sha256(content).hexdigest() != shard["sha256"]:
-            raise StateError(
-                f"`{path}` is not the file that `{_INDEX}` beside it names: a save was cut off. "
-                f"Restore the folder from a copy, or delete it to start again."
-            )
+            _refuse(file, f"is not the file that `{_INDEX}` names: missing, cut off or changed")
         contents.append(content)
     stream = np.frombuffer(bytearray(b"".join(contents)), dtype=np.uint8)
+    entries = index["tensors"]
+    if len(stream) != sum(_WIDTHS[entry["kind"]] * math.prod(entry["shape"]) for entry in entries):
+        _refuse(path, "names tensors that do not fill its shards")
     groups: dict[str, dict[str, Tensor]] = {"weights": {}, "tensors": {}}
     start = 0
-    for entry in index["tensors"]:
+    for entry in entries:
         tensor, start = _from_bytes(stream, start, entry["kind"], entry["shape"])
         groups[entry["group"]][entry["name"]] = tensor.to(device)
     return SavedState(
@@ -140,8 +154,73 @@ def load(
     )
 
 
-def _part(folder: Path, name: str) -> Path:
-    return folder / f"{name}.part"
+def _read_index(path: Path) -> dict[str, Any]:
+    """Return the index without its checksum; its fields have the types that `save` wrote."""
+    try:
+        index = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        _refuse(path, "is not JSON: cut off or overwritten")
+    if not isinstance(index, dict) or "sha256" not in index:
+        _refuse(path, "is not an index with a checksum")
+    if index.pop("sha256") != _checksum(index):
+        _refuse(path, "does not match its checksum")
+    if not _is_well_formed(index):
+        _refuse(path, "does not have the fields of an index")
+    return index
+
+
+def _is_well_formed(index: dict[str, Any]) -> bool:
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "step": int,
+        "seconds": (int, float),
+        "settings": dict,
+        "shards": list,
+        "tensors": list,
+        "records": list,
+    }
+    return (
+        index.keys() == kinds.keys()
+        and all(isinstance(index[key], kind) for key, kind in kinds.items())
+        and all(isinstance(record, dict) for record in index["records"])
+        and all(
+            isinstance(shard, dict)
+            and shard.keys() == {"name", "sha256"}
+            # Nothing outside the folder is read.
+            and _SHARD_NAME.fullmatch(str(shard["name"]))
+            and _SHA256.fullmatch(str(shard["sha256"]))
+            for shard in index["shards"]
+        )
+        and all(
+            isinstance(entry, dict)
+            and entry.keys() == {"group", "name", "kind", "shape"}
+            and entry["group"] in ("weights", "tensors")
+            and isinstance(entry["name"], str)
+            and entry["kind"] in [*_WIDTHS]
+            and isinstance(entry["shape"], list)
+            and all(isinstance(size, int) and size >= 0 for size in entry["shape"])
+            for entry in index["tensors"]
+        )
+    )
+
+
+def _checksum(index: Mapping[str, Any]) -> str:
+    # Through JSON first: keys that become strings there must sort as strings.
+    plain = json.loads(json.dumps(index))
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # before a file that names it can be on the disk
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise StateError(
+        f"`{path}` {why}. Restore the folder from a copy, or delete the folder to start again."
+    )
 
 
 def _to_bytes(tensor: Tensor, kind: str) -> np.ndarray[Any, Any]:
@@ -155,13 +234,12 @@ def _to_bytes(tensor: Tensor, kind: str) -> np.ndarray[Any, Any]:
 def _from_bytes(
     stream: np.ndarray[Any, Any], start: int, kind: str, shape: list[int]
 ) -> tuple[Tensor, int]:
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
+    end = start + _WIDTHS[kind] * count
     if kind == "float24":
-        end = start + 3 * count
         whole = np.zeros((count, 4), dtype=np.uint8)
         whole[:, 1:] = stream[start:end].reshape(-1, 3)
         return torch.from_numpy(whole.reshape(-1)).view(torch.float32).reshape(shape), end
-    end = start + _RAW[kind].itemsize * count
     # A copy, since a view of a wider type must start at a multiple of its size.
     part = torch.from_numpy(stream[start:end].copy())
     return part.view(_RAW[kind]).reshape(shape), end

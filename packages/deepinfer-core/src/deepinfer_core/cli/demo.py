@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def demo(*, config: EngineConfig) -> None:
     recipe = find_recipe(ModelConfig.from_folder(folder).model_type, folder / "tokenizer.json")
     size = sum(file.stat().st_size for file in folder.iterdir())
     name = config.model or f"{nano.NAME}, which comes with this package"
-    console.print(f"{name}: {size / 2**20:.1f} MiB, offline, greedy.", style="dim")
+    console.print(f"{name}: {size / 2**20:.1f} MiB, greedy.", style="dim")
     texts = []
     with LLM(config=config.model_copy(update={"model": str(folder)})) as llm:
         for prompt in PROMPTS:
@@ -137,7 +138,7 @@ def _answer(llm: LLM, recipe: Recipe, prompt: DemoPrompt, view: ReplyView) -> Fi
 
 
 def _drafter_line(config: EngineConfig, folder: Path, texts: list[FinishedText]) -> str | None:
-    """Say how many tokens a step would commit with drafts; None for a model without a drafter."""
+    """Say how many tokens a step would commit with drafts; None where nothing can be drafted."""
     from deepinfer_core.bench.acceptance import verify_texts
     from deepinfer_core.bench.whole_texts import open_model
     from deepinfer_core.loader import find_backend
@@ -147,6 +148,8 @@ def _drafter_line(config: EngineConfig, folder: Path, texts: list[FinishedText])
     if model.drafter is None:
         return None
     accepted_len = verify_texts(model, backend, texts).accepted_len()
+    if math.isnan(accepted_len):  # answers too short to draft anything
+        return None
     most = model.config.dspark_block_size + 1
     return (
         f"drafter: {accepted_len:.1f} of at most {most} tokens a step (measured on these answers "

@@ -64,8 +64,14 @@ def reports_errors(verb: Verb) -> Verb:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             verb(*args, **kwargs)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here a full disk is still an error of ours
         except DeepInferError as error:
             raise fail(error) from None
+        except BrokenPipeError:
+            raise  # the reader has had enough
+        except OSError as error:
+            raise fail(f"the output cannot be written: {error.strerror or error}") from None
         except KeyboardInterrupt:
             raise fail("interrupted", INTERRUPTED) from None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,6 +23,7 @@ CALIBRATION_NAME = "calibration.json"
 # another under each rule of acceptance. Greedy acceptance is the same under both rules.
 _TRAFFIC = ("greedy", "sampled")
 _ACCEPTANCE = ("target_noise", "rejection")
+_TEMPERATURES = (0.01, 100.0)
 _READ_LEN = 2**20
 
 
@@ -87,7 +87,7 @@ class DrafterCalibration:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(f"`{path}` cannot be read: {error.strerror}.") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _fault(path, f"is not JSON: {error}") from error
         found = cls(**_fields(path, cls, content))
         if not isinstance(found.classes, list):
@@ -95,7 +95,7 @@ class DrafterCalibration:
         classes = tuple(_class(path, each, found.block_size) for each in found.classes)
         if len({(each.traffic, each.acceptance) for each in classes}) < len(classes):
             raise _fault(path, "has two entries of one class of traffic")
-        if found.block_size != block_size:
+        if found.block_size != block_size or not isinstance(found.block_size, int):
             raise CheckpointError(
                 f"`{path}` was measured with blocks of {found.block_size} drafts, but the model "
                 f"drafts {block_size}. Calibrate again, or remove the file."
@@ -133,10 +133,15 @@ def _class(path: Path, content: object, block_size: object) -> TrafficCalibratio
         numbers = values[name]
         if not isinstance(numbers, list) or len(numbers) != block_size:
             raise _fault(path, f"has `{name}` {numbers!r}; there must be {block_size} numbers")
-        least = 0.0 if name != "temperatures" else math.ulp(0.0)
-        if not all(_is_number(each) and each >= least for each in numbers):
-            raise _fault(path, f"has `{name}` {numbers!r}; they must be positive and finite")
+        least, most = _TEMPERATURES if name == "temperatures" else (0.0, 1.0)
+        if not all(_is_number(each) and least <= each <= most for each in numbers):
+            raise _fault(path, f"has `{name}` {numbers!r}; each must be in {least} .. {most}")
         values[name] = tuple(map(float, numbers))
+    if not isinstance(values["data_set"], str):
+        raise _fault(path, f"has `data_set` {values['data_set']!r}; it must be a text")
+    count = values["num_blocks"]
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise _fault(path, f"has `num_blocks` {count!r}; it must be a positive integer")
     return TrafficCalibration(**values)
 
 
@@ -149,7 +154,7 @@ def _fields(path: Path, kind: type, content: object) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _fault(path: Path, sentence: str) -> CheckpointError:

@@ -59,8 +59,8 @@ def write_model(
         The configuration as written, checked.
     Raises:
         ConfigError: the configuration is not a valid model.
-        CheckpointError: a tensor is missing, not of this model, or misshapen; nothing was written
-            if the mapping's names show it.
+        CheckpointError: a tensor is missing, not of this model, misshapen or not finite; nothing
+            was written if the mapping's names show it.
         OutputError: the folder is not empty, or cannot be written.
     """
     folder = Path(folder)
@@ -130,6 +130,8 @@ def _stored(spec: TensorSpec, values: Tensor) -> Iterator[tuple[str, Tensor]]:
             f"`{spec.name}` is {list(values.shape)}, must be {list(full_shape(spec))}."
         )
     values = values.detach().to("cpu", torch.float32)
+    if not torch.isfinite(values).all():  # in a code of four bits nobody would see it any more
+        raise CheckpointError(f"`{spec.name}` holds values that are not finite; train it again.")
     if spec.scale_name is None:
         plain = torch.float32 if spec.kind is TensorKind.FLOAT32 else torch.bfloat16
         # a file holds each tensor's own bytes, so a view of another one will not do
