@@ -10,6 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from nano.data.encoding import encode
+from nano.data.stream import held_out
 from nano.geometry import config_dict
 from nano.training import check
 from nano.training.backend import Chosen
@@ -252,8 +254,8 @@ def test_who_foresees_every_token_is_right(values: dict[str, Tensor], tokenizer:
 
 @pytest.mark.usefixtures("short_rows")
 def test_one_token_of_a_reply_decides(values: dict[str, Tensor], tokenizer: Tokenizer) -> None:
-    found = check.held_out(tokenizer, "addition2", 2, seed=0)
-    first, second = (check.encode(each, tokenizer) for each in found)
+    found = held_out(tokenizer, "addition2", 2, seed=0)
+    first, second = (encode(each, tokenizer) for each in found)
     start, stop = second.replies[0]
     assert stop == len(second.token_ids)
     for place in (start, stop - 1):
