@@ -24,6 +24,18 @@ from deepseek_recipe.conversation import Conversation, Message
 ASKED = [task for task in TASKS if task != "text"]
 
 
+class Inline:
+    """A pool that works here: a new process takes long to import torch."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.map = map
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate") / "model"
@@ -148,15 +160,6 @@ def test_every_ask_gets_its_own_verdict(
         replies = [a.expected if sum(a.prompt) % 2 == 0 else () for a in share.asks]
         return measure.Done(tuple(replies), None, (), 1, 1.0, 1, 1.0)
 
-    class Inline:
-        def __init__(self, *_: object, **__: object) -> None:
-            self.map = map
-
-        def __enter__(self) -> Inline:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
     monkeypatch.setattr(evaluate, "ProcessPoolExecutor", Inline)
     monkeypatch.setattr(evaluate, "work", work)
     tasks = ("tool_turns", "addition2")
@@ -198,17 +201,6 @@ def one_thread() -> object:
 def test_evaluation_end_to_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread
 ) -> None:
-    class Inline:
-        """A pool that works here: a new process takes long to import torch."""
-
-        def __init__(self, *_: object, **__: object) -> None:
-            self.map = map
-
-        def __enter__(self) -> Inline:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
     def held_out(
         tokenizer: Tokenizer, task: str, count: int, seed: int, *, calibration: bool
     ) -> list[Example]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from nano.geometry import config_dict
 from nano.training.drafter import DrafterTrainer, _anchors
-from nano.training.parameters import is_drafter, is_trained, start_values, weights_of
+from nano.training.parameters import (
+    drafter_weights_of,
+    is_drafter,
+    is_trained,
+    start_values,
+    weights_of,
+)
 from nano.training.target import Target
 from torch import Tensor
 
@@ -49,7 +57,9 @@ def by_core(
 ) -> tuple[Tensor, Tensor]:
     """Return logits [g, V] and confidences [g] of core's drafter behind position `anchor`."""
     backend = CpuBackend("ideal", strict=False)
-    weights = weights_of(values, torch.tensor(0.0), config, backend, drafter=True)
+    off = torch.tensor(0.0)
+    drafter = drafter_weights_of(values, off, config, backend)
+    weights = replace(weights_of(values, off, config, backend), drafter=drafter)
     hashes = EngramHash.build(config, np.arange(4096))
     model = DeepseekV41(config, weights, hashes, torch.device("cpu"))
     sizes = StateSizes(1, {"compressed": 2, "index": 2}, 64, LENGTH, 0)

@@ -128,7 +128,8 @@ def evaluate(settings: Settings) -> Summary:
         if each.verified is not None:
             names = np.array([mine[i] for i in shares[process].verify], dtype=np.int64)
             verified.append(replace(each.verified, text=names[each.verified.text]))
-    blocks = _joined(verified)
+    size = ModelConfig.from_folder(settings.folder).dspark_block_size
+    blocks = Verified.joined(verified, size)
     judge = Judge(settings.folder)
     verdicts: dict[int, list[Verdict]] = defaultdict(list)
     for (place, ask), reply in zip(asks, replies, strict=True):
@@ -142,7 +143,9 @@ def evaluate(settings: Settings) -> Summary:
                 "task": task,
                 **_judged([verdicts[i] for i in places if i in verdicts]),
                 **_perplexity([losses[i] for i in places if i in losses], settings),
-                "accepted_len": _rounded(_of(blocks, task_of == number).accepted_len()),
+                "accepted_len": _rounded(
+                    blocks.rows((task_of == number)[blocks.text]).accepted_len()
+                ),
             }
         )
     speed = _speed(done) | {"seconds": round(time.perf_counter() - began, 1)}
@@ -190,31 +193,6 @@ def _perplexity(losses: Sequence[np.ndarray], settings: Settings) -> dict[str, A
     if settings.float_folder is None:
         return {"perplexity": values[0]}
     return {"perplexity": values[0], "perplexity_float": values[1]}
-
-
-def _joined(parts: Sequence[Verified]) -> Verified:
-    if not parts:
-        none = np.zeros(0, dtype=np.int64)
-        return Verified(none, none, none, none, np.zeros((0, 0), dtype=np.float32))
-    return Verified(
-        text=np.concatenate([part.text for part in parts]),
-        anchor=np.concatenate([part.anchor for part in parts]),
-        remaining=np.concatenate([part.remaining for part in parts]),
-        accepted=np.concatenate([part.accepted for part in parts]),
-        confidence=np.concatenate([part.confidence for part in parts]),
-    )
-
-
-def _of(blocks: Verified, chosen: np.ndarray) -> Verified:
-    """Return the blocks of texts that are chosen; `chosen` [texts] bool."""
-    rows = chosen[blocks.text]
-    return Verified(
-        blocks.text[rows],
-        blocks.anchor[rows],
-        blocks.remaining[rows],
-        blocks.accepted[rows],
-        blocks.confidence[rows],
-    )
 
 
 def _drafter(settings: Settings, blocks: Verified) -> dict[str, Any]:

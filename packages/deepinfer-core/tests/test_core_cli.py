@@ -396,6 +396,14 @@ def test_output_that_cannot_be_written_is_one_error(capfd: pytest.CaptureFixture
     assert "the output cannot be written: No space left on device" in capfd.readouterr().err
 
 
+def test_fault_of_a_file_is_not_taken_for_one_of_the_output() -> None:
+    def absent() -> None:
+        Path("/no such file").read_text(encoding="utf-8")
+
+    with pytest.raises(FileNotFoundError):
+        options.reports_errors(absent)()
+
+
 def test_full_disk_is_one_error_that_says_what_is_safe(run) -> None:
     status, lines, err = run("--prompt", "a", "--out", "/dev/full")
     assert (status, lines) == (1, [])

@@ -39,7 +39,6 @@ def exact_match(
     """Return, for each task, the share of held-out examples all of whose replies are right."""
     shares = {}
     full = torch.full((), float(rounded), device=next(iter(values.values())).device)
-    run = torch.no_grad()(_right)
     for task in tasks:
         examples = [encode(each, tokenizer) for each in held_out(tokenizer, task, count, seed=0)]
         right = 0
@@ -51,12 +50,13 @@ def exact_match(
                 tokens[row, : len(example.token_ids)] = example.token_ids
                 for first, last in example.replies:
                     asked[row, first:last] = True
-            got = run(target, dict(values), tokens, asked, full)
+            got = _right(target, dict(values), tokens, asked, full)
             right += int(got[: len(part)].sum())
         shares[task] = right / max(1, len(examples))
     return shares
 
 
+@torch.no_grad()
 def _right(
     target: Target, values: dict[str, Tensor], tokens: Any, asked: Any, full: Tensor
 ) -> Tensor:

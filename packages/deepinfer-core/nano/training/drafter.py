@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from deepinfer_core.model.batch import RowBatch
 from deepinfer_core.model.dspark import Drafted, Drafter
 from nano.training.backend import TrainingBackend
 from nano.training.fused import fused
-from nano.training.parameters import weights_of
+from nano.training.parameters import drafter_weights_of
 from nano.training.target import Pass, Target
 
 __all__ = ["Blocks", "DrafterTrainer"]
@@ -190,15 +190,11 @@ class DrafterTrainer:
             features = done.result.features
             assert features is not None, "a drafter has targets"
             features = features.detach()
-        backend = _DraftBackend(
-            strength,
-            sparse,
-            window=window,
-            dtype=self.target.dtype,
-            round_inputs=self.target.round_inputs,
-        )
+        backend = self.target.backend(_DraftBackend, strength, sparse)
         typed = cast(Any, backend)
-        drafter = self._drafter(parameters, frozen, strength, backend)
+        own = drafter_weights_of(parameters, strength, config, typed)
+        drafter = done.model.with_weights(replace(done.model.weights, drafter=own)).drafter
+        assert drafter is not None, "weights of a drafter make one"
         packed = _PackedDrafter(drafter, _block_rows(done, places, size, window))
         state = cast(Any, _DraftState(tuple(_Ring() for _ in drafter.stages)))
         packed.feed(typed, features, cast(Rows, done.rows), state)
@@ -220,21 +216,6 @@ class DrafterTrainer:
             truth = done.model.logits(cast(Any, done.backend), hidden[ahead.flatten()])
         truth = truth.unflatten(0, ahead.shape)
         return Blocks(drafted, wanted, truth, torch.stack(backend.load))
-
-    def _drafter(
-        self,
-        parameters: dict[str, Tensor],
-        frozen: dict[str, Tensor],
-        strength: Tensor,
-        backend: TrainingBackend,
-    ) -> Drafter:
-        config = self.target.config
-        weights = weights_of(
-            frozen | parameters, strength, config, cast(Any, backend), drafter=True
-        )
-        drafter = self.target.model(weights).drafter
-        assert drafter is not None, "weights of a drafter make one"
-        return drafter
 
 
 @fused

@@ -6,7 +6,6 @@ whichever layer calls. (Compiled as one graph, eight layers of two dozen ops tak
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -18,8 +17,8 @@ __all__ = ["fused"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Tests name a compiler that needs no GPU here, to see that everything can be traced.
-_FORCED = os.environ.get("NANO_COMPILER")
+# A test names a compiler here that needs no GPU, to see that everything can be traced.
+_COMPILER: str | None = None
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
@@ -29,13 +28,13 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal compiled
-        if not (_FORCED or any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)):
+        if not (_COMPILER or any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)):
             return function(*args, **kwargs)
         if compiled is None:
             config: Any = torch._dynamo.config
             config.recompile_limit = 64  # a compilation for each shape
             compiled = torch.compile(
-                function, fullgraph=True, dynamic=False, backend=_FORCED or "inductor"
+                function, fullgraph=True, dynamic=False, backend=_COMPILER or "inductor"
             )
         return compiled(*args, **kwargs)
 

@@ -12,14 +12,27 @@ from torch import Tensor
 
 from deepinfer_core.model.checkpoint import Checkpoint, StoredMatrix
 from deepinfer_core.model.tensors import TensorKind, tensor_specs
-from deepinfer_core.model.weights import ModelWeights, load_weights
+from deepinfer_core.model.weights import (
+    DrafterWeights,
+    ModelWeights,
+    load_drafter,
+    load_weights,
+)
 from nano.training.rounding import as_fp4_rows, as_fp8_rows, as_fp8_tiles
 
 if TYPE_CHECKING:
     from deepinfer_core.interfaces import KernelBackend
     from deepinfer_core.model.config import ModelConfig
 
-__all__ = ["is_drafter", "is_trained", "muon_names", "released", "start_values", "weights_of"]
+__all__ = [
+    "drafter_weights_of",
+    "is_drafter",
+    "is_trained",
+    "muon_names",
+    "released",
+    "start_values",
+    "weights_of",
+]
 
 # Matrices that feed the residual streams start small, so that a layer starts as little more than
 # the identity.
@@ -122,10 +135,8 @@ def weights_of(
     strength: Tensor,
     config: ModelConfig,
     backend: KernelBackend,
-    *,
-    drafter: bool = False,
 ) -> ModelWeights:
-    """Return the model's weights; the gradient reaches the parameters.
+    """Return the target's weights; the gradient reaches the parameters.
 
     A matrix keeps the `format` that it will be stored in while its payload is wide: a training
     backend rounds the inputs of such a matrix as the released arithmetic does.
@@ -133,8 +144,19 @@ def weights_of(
     Args:
         strength: [] float32, 0 = as they are .. 1 = rounded to their stored formats.
     """
-    store = cast(Checkpoint, _Store(parameters, strength))
-    return load_weights(store, config, backend, drafter=drafter)
+    return load_weights(cast(Checkpoint, _Store(parameters, strength)), config, backend)
+
+
+def drafter_weights_of(
+    parameters: Mapping[str, Tensor],
+    strength: Tensor,
+    config: ModelConfig,
+    backend: KernelBackend,
+) -> DrafterWeights:
+    """Return the drafter's weights, as `weights_of` does the target's."""
+    weights = load_drafter(cast(Checkpoint, _Store(parameters, strength)), config, backend)
+    assert weights is not None, "the model has draft stages"
+    return weights
 
 
 def released(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +15,12 @@ from deepinfer_core.model.state import source_ratios
 from deepinfer_core.model.weights import ModelWeights
 from nano.training.backend import Chosen, PackedRows, PackedState, TrainingBackend
 from nano.training.fused import fused
+from nano.training.ops import LOWEST
 from nano.training.parameters import weights_of
 
 __all__ = ["INDEX_WEIGHT", "Pass", "Target", "index_loss"]
+
+Backend = TypeVar("Backend", bound=TrainingBackend)
 
 # Orthogonalised updates make the size of a gradient that only the indexer has irrelevant; small,
 # so that the trunk, which it also reaches, is shaped by the next token.
@@ -58,6 +61,16 @@ class Target:
             self._made.append(DeepseekV41(self.config, weights, self.hashes, device))
         return self._made[0].with_weights(weights)
 
+    def backend(self, kind: type[Backend], strength: Tensor, sparse: Tensor) -> Backend:
+        """Return the ops of one forward pass in this target's numerics."""
+        return kind(
+            strength,
+            sparse,
+            window=self.config.sliding_window,
+            dtype=self.dtype,
+            round_inputs=self.round_inputs,
+        )
+
     def run(
         self,
         parameters: dict[str, Tensor],
@@ -65,21 +78,12 @@ class Target:
         documents: Tensor,
         strength: Tensor,
         sparse: Tensor,
-        *,
-        drafter: bool = False,
     ) -> Pass:
         """Run all layers over tokens [N, T] of packed documents [N, T], both int64."""
         config = self.config
-        backend = TrainingBackend(
-            strength,
-            sparse,
-            window=config.sliding_window,
-            dtype=self.dtype,
-            round_inputs=self.round_inputs,
-        )
+        backend = self.backend(TrainingBackend, strength, sparse)
         typed = cast(Any, backend)
-        weights = weights_of(parameters, strength, config, typed, drafter=drafter)
-        model = self.model(weights)
+        model = self.model(weights_of(parameters, strength, config, typed))
         rows = PackedRows(documents)
         state = PackedState(source_ratios(config), config.num_hidden_layers)
         result = model.forward(typed, tokens.flatten(), cast(Any, rows), cast(Any, state))
@@ -150,7 +154,7 @@ def index_loss(choices: list[Chosen]) -> Tensor:
 def _divergence(masses: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
     mass = masses.sum(0)
     wanted = mass / mass.sum(-1, keepdim=True).clamp(min=1e-9)
-    guess = scores.clamp(min=-1e30)
+    guess = scores.clamp(min=LOWEST)
     guess = guess - guess.logsumexp(-1, keepdim=True)
     each = torch.where(wanted > 0, wanted * (wanted.clamp(min=1e-9).log() - guess), 0.0).sum(-1)
     several = seen.sum(-1) > 1

@@ -55,6 +55,21 @@ class Verified:
     accepted: np.ndarray
     confidence: np.ndarray
 
+    @classmethod
+    def joined(cls, parts: Sequence[Verified], block_size: int) -> Verified:
+        """Return the rows of all parts, one part after the other; there may be none."""
+        none = np.zeros(0, dtype=np.int64)
+        start = cls(none, none, none, none, np.zeros((0, block_size), dtype=np.float32))
+        columns = [part._columns() for part in (start, *parts)]
+        return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+    def rows(self, chosen: np.ndarray) -> Verified:
+        """Return some of the rows; `chosen` is a mask [n] or places [m]."""
+        return Verified(*(column[chosen] for column in self._columns()))
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return (self.text, self.anchor, self.remaining, self.accepted, self.confidence)
+
     @property
     def block_size(self) -> int:
         """Drafts of a block, g."""
@@ -123,17 +138,7 @@ def verify_texts(
         for batch in forward_texts(model, backend, known)
         for part in _blocks(model, backend, texts, batch)
     ]
-    if not parts:
-        none = np.zeros(0, dtype=np.int64)
-        size = model.config.dspark_block_size
-        return Verified(none, none, none, none, np.zeros((0, size), dtype=np.float32))
-    return Verified(
-        text=np.concatenate([part.text for part in parts]),
-        anchor=np.concatenate([part.anchor for part in parts]),
-        remaining=np.concatenate([part.remaining for part in parts]),
-        accepted=np.concatenate([part.accepted for part in parts]),
-        confidence=np.concatenate([part.confidence for part in parts]),
-    )
+    return Verified.joined(parts, model.config.dspark_block_size)
 
 
 def _blocks(

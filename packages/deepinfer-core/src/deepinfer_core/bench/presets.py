@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["demo_config", "loading_config", "second_geometry_config"]
+__all__ = ["config_json", "demo_config", "loading_config", "second_geometry_config", "yarn"]
 
 # FP4: half a byte a weight, and one scale byte for 32 of them.
 _EXPERT_BYTES_PER_WEIGHT = 17 / 32
@@ -15,7 +15,7 @@ _EXPERT_BYTES_PER_WEIGHT = 17 / 32
 
 def demo_config() -> dict[str, Any]:
     """Return the demo model: twelve layers with every role, a few MB, 4096 tokens of context."""
-    return _config(
+    return config_json(
         vocab_size=1024,
         hidden_size=128,
         num_hidden_layers=12,
@@ -29,7 +29,7 @@ def demo_config() -> dict[str, Any]:
         n_routed_experts=16,
         num_experts_per_tok=4,
         max_position_embeddings=4096,
-        rope_scaling=_yarn(factor=16, original=256),
+        rope_scaling=yarn(factor=16, original=256),
         sliding_window=32,
         compress_ratios=[0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0, 0],
         kv_source_layer_ids=[2, 4, 6],
@@ -63,7 +63,7 @@ def second_geometry_config() -> dict[str, Any]:
     A layer without compressed KV lies between layers that read it, a ratio-2 layer chooses anew
     from the keys of an older one, Engram sits at layers 0 and 3 with 3-grams, three streams.
     """
-    return _config(
+    return config_json(
         vocab_size=384,
         hidden_size=96,
         num_hidden_layers=9,
@@ -79,7 +79,7 @@ def second_geometry_config() -> dict[str, Any]:
         gate_temp=1.25,
         hc_mult=3,
         max_position_embeddings=512,
-        rope_scaling=_yarn(factor=8, original=64),
+        rope_scaling=yarn(factor=8, original=64),
         sliding_window=8,
         compress_ratios=[0, 2, 2, 0, 2, 1, 1, 1, 1, 0, 0],
         kv_source_layer_ids=[1, 5],
@@ -113,7 +113,7 @@ def loading_config(megabytes: int = 512) -> dict[str, Any]:
     """
     num_layers, hidden, inner = 8, 1024, 512
     expert_bytes = 3 * hidden * inner * _EXPERT_BYTES_PER_WEIGHT
-    config = _config(
+    config = config_json(
         vocab_size=1024,
         hidden_size=hidden,
         num_hidden_layers=num_layers,
@@ -127,7 +127,7 @@ def loading_config(megabytes: int = 512) -> dict[str, Any]:
         n_routed_experts=max(8, int(-(-megabytes * 2**20 // (num_layers * expert_bytes)))),
         num_experts_per_tok=4,
         max_position_embeddings=4096,
-        rope_scaling=_yarn(factor=16, original=256),
+        rope_scaling=yarn(factor=16, original=256),
         sliding_window=64,
         compress_ratios=[0, 2, 2, 1, 1, 1, 1, 1, 0],
         kv_source_layer_ids=[1, 3],
@@ -169,7 +169,8 @@ def loading_config(megabytes: int = 512) -> dict[str, Any]:
     return config
 
 
-def _yarn(*, factor: float, original: int) -> dict[str, Any]:
+def yarn(*, factor: float, original: int) -> dict[str, Any]:
+    """Return a `rope_scaling`; `original` is the context before it, in tokens."""
     return {
         "rope_type": "yarn",
         "type": "yarn",
@@ -180,8 +181,11 @@ def _yarn(*, factor: float, original: int) -> dict[str, Any]:
     }
 
 
-def _config(*, image_token_id: int | None = None, **text: Any) -> dict[str, Any]:
-    """Return a whole config.json: what all presets share, and the given `text_config` fields."""
+def config_json(*, image_token_id: int | None = None, **text: Any) -> dict[str, Any]:
+    """Return a whole config.json: what small models share, and the given `text_config` fields.
+
+    A given field wins over one that is shared.
+    """
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     shared = {
         "model_type": "deepseek_v41_text",

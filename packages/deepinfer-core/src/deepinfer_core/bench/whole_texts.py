@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.model.batch import RowBatch
 from deepinfer_core.model.checkpoint import Checkpoint
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import DeepseekV41, Forwarded
-from deepinfer_core.model.engram import EngramHash, fold_vocabulary
+from deepinfer_core.model.engram import EngramHash
 from deepinfer_core.model.state import POOLS, ModelState, Ring, StateSizes
 from deepinfer_core.model.weights import load_weights
 
@@ -38,17 +38,9 @@ def open_model(folder: str | Path, backend: KernelBackend, *, drafter: bool = Fa
         ConfigError: `config.json` or `tokenizer.json` does not fit.
         CheckpointError: the weights cannot be used.
     """
-    from tokenizers import Tokenizer
-
     folder = Path(folder)
     config, device = ModelConfig.from_folder(folder), backend.runtime.device
-    engram = None
-    if config.engram_layer_ids:
-        file = folder / "tokenizer.json"
-        if not file.exists():
-            raise ConfigError(f"`{file}` is absent, but Engram's hashes are made of it.")
-        folded = fold_vocabulary(Tokenizer.from_file(str(file)))
-        engram = EngramHash.build(config, folded, device)
+    engram = EngramHash.of_folder(config, folder, TextCodec(folder).tokenizer, device)
     with Checkpoint.open(folder, config) as checkpoint:
         weights = load_weights(checkpoint, config, backend, drafter=drafter)
     return DeepseekV41(config, weights, engram, device)

@@ -71,6 +71,8 @@ def reports_errors(verb: Verb) -> Verb:
         except BrokenPipeError:
             raise  # the reader has had enough
         except OSError as error:
+            if error.filename is not None:  # a file's: not a matter of what is printed
+                raise
             raise fail(f"the output cannot be written: {error.strerror or error}") from None
         except KeyboardInterrupt:
             raise fail("interrupted", INTERRUPTED) from None

@@ -20,12 +20,11 @@ from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.memory import MemoryPlan, plan_memory
 from deepinfer_core.engine.step_ring import StepRing
 from deepinfer_core.engine.worker import Worker
-from deepinfer_core.errors import ConfigError
 from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.model.checkpoint import Checkpoint
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
-from deepinfer_core.model.engram import EngramHash, fold_vocabulary
+from deepinfer_core.model.engram import EngramHash
 from deepinfer_core.model.state import ModelState
 from deepinfer_core.model.weights import load_weights
 from deepinfer_core.scheduler.budget import SchedulerLimits
@@ -177,7 +176,7 @@ def build_engine(
     """
     model_config = ModelConfig.from_folder(folder)
     _set_threads(model_config, config, backend)
-    engram = _engram(model_config, folder, backend, tokenizer)
+    engram = EngramHash.of_folder(model_config, folder, tokenizer, backend.runtime.device)
     with Checkpoint.open(folder, model_config) as checkpoint:
         plan_memory(model_config, config, backend).check()  # before reading what will not fit
         weights = load_weights(checkpoint, model_config, backend)
@@ -212,16 +211,3 @@ def _limits(model: ModelConfig, config: EngineConfig, memory: MemoryPlan) -> Sch
         max_drafts=sizes.max_drafts,
         prefill_run_max=config.prefill_run_max,
     )
-
-
-def _engram(
-    model: ModelConfig, folder: Path, backend: KernelBackend, tokenizer: Tokenizer | None
-) -> EngramHash | None:
-    if not model.engram_layer_ids:
-        return None
-    if tokenizer is None:
-        raise ConfigError(
-            f"`{folder / 'tokenizer.json'}` is absent, but the model's Engram layers hash folded "
-            "tokens and need it. Put the tokenizer.json of these weights there."
-        )
-    return EngramHash.build(model, fold_vocabulary(tokenizer), backend.runtime.device)

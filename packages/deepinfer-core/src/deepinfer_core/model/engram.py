@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -129,6 +130,31 @@ class EngramHash:
             multipliers=torch.from_numpy(engram_multipliers(config)).to(device),
             primes=primes.unflatten(-1, (-1, heads)).to(device),
         )
+
+    @classmethod
+    def of_folder(
+        cls,
+        config: ModelConfig,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        device: torch.device,
+    ) -> EngramHash | None:
+        """Return the tables of a model folder; None for a model without Engram layers.
+
+        Args:
+            tokenizer: that of the folder, if it has one.
+
+        Raises:
+            ConfigError: there is no tokenizer, or as for `build`.
+        """
+        if not config.engram_layer_ids:
+            return None
+        if tokenizer is None:
+            raise ConfigError(
+                f"`{folder / 'tokenizer.json'}` is absent, but the model's Engram layers hash "
+                "folded tokens and need it. Put the tokenizer.json of these weights there."
+            )
+        return cls.build(config, fold_vocabulary(tokenizer), device)
 
     def folded(self, token_ids: Tensor, is_image: Tensor | None) -> Tensor:
         """Return classes [B] int64, -1 at image positions."""

@@ -23,6 +23,7 @@ __all__ = [
     "MixWeights",
     "ModelWeights",
     "MoeWeights",
+    "load_drafter",
     "load_weights",
 ]
 
@@ -174,7 +175,7 @@ def load_weights(
     for role in config.layers:
         layers.append(reader.layer(role))
         done(f"layers.{role.layer_id}")
-    stages = reader.drafter() if drafter and config.num_nextn_predict_layers else None
+    stages = load_drafter(checkpoint, config, backend) if drafter else None
     return ModelWeights(
         embed=embed,
         head=reader.plain("head.weight"),
@@ -182,6 +183,15 @@ def load_weights(
         layers=tuple(layers),
         drafter=stages,
     )
+
+
+def load_drafter(
+    checkpoint: Checkpoint, config: ModelConfig, backend: KernelBackend
+) -> DrafterWeights | None:
+    """Read the draft stages and their heads; None for a model without any."""
+    if not config.num_nextn_predict_layers:
+        return None
+    return _Reader(checkpoint, config, backend, None).drafter()
 
 
 class _Reader:

@@ -11,18 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from deepinfer_core.bench.whole_texts import open_model
 from deepinfer_core.cpu.backend import CpuBackend
 from deepinfer_core.cpu.runtime import CpuRuntime
 from deepinfer_core.model.batch import RowBatch
-from deepinfer_core.model.checkpoint import Checkpoint
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import DeepseekV41, Forwarded, Tail
-from deepinfer_core.model.engram import EngramHash, fold_vocabulary
 from deepinfer_core.model.state import POOLS, ModelState, StateSizes
-from deepinfer_core.model.weights import load_weights
 
 __all__ = ["ModelRun", "Recorder", "load_run"]
 
@@ -151,16 +148,9 @@ def load_run(
     device: str = "cpu",
 ) -> ModelRun:
     """Load a model folder, drafter included, with state for some sequences."""
-    folder = Path(folder)
-    config = ModelConfig.from_folder(folder)
     backend = CpuBackend(numerics, strict, CpuRuntime(device))
-    with Checkpoint.open(folder, config) as checkpoint:
-        weights = load_weights(checkpoint, config, backend, drafter=True)
-    engram = None
-    if config.engram_layer_ids:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        engram = EngramHash.build(config, fold_vocabulary(tokenizer), backend.runtime.device)
-    model = DeepseekV41(config, weights, engram, backend.runtime.device)
+    model = open_model(folder, backend, drafter=True)
+    config = model.config
     per_slot = -(-(max_len + max_drafts) // block_size)
     sizes = StateSizes(
         num_slots, dict.fromkeys(POOLS, num_slots * per_slot), block_size, max_len, max_drafts

@@ -10,7 +10,7 @@ from deepinfer_core.cpu.ops.linear import Part, widen
 from deepinfer_core.cpu.ops.streams import rms_norm, sigmoid
 from deepinfer_core.interfaces import Matrix, Rows
 
-__all__ = ["engram_gate", "engram_read", "engram_rows"]
+__all__ = ["engram_gate", "engram_read", "engram_rows", "layer_rows"]
 
 
 def engram_rows(
@@ -31,11 +31,11 @@ def engram_rows(
     chosen = last_rows(rows, depth)  # replayed rows too: later ones look back at them
     history[rows.slots[chosen], rows.positions[chosen] % depth] = folded[chosen]
     return torch.stack(
-        [_columns(tokens, *layer) for layer in zip(multipliers, primes, strict=True)]
+        [layer_rows(tokens, *layer) for layer in zip(multipliers, primes, strict=True)]
     )
 
 
-def _columns(tokens: list[Tensor], multipliers: Tensor, primes: Tensor) -> Tensor:
+def layer_rows(tokens: list[Tensor], multipliers: Tensor, primes: Tensor) -> Tensor:
     """Return the table rows [B, columns] of one layer.
 
     tokens[k] is the folded id k positions back.
