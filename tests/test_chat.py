@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(model, accelerator="cpu") as made:
+    with LLM(model, accelerator="cpu", determinism="strict") as made:
         yield made
 
 

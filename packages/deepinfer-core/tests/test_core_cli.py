@@ -202,7 +202,7 @@ def test_no_lines_is_no_output(run) -> None:
         (["prompts.txt"], "'prompts.txt'"),
         (["--input", "/no/such/file"], "cannot be read"),
         (["--prompt", "a", "--temperature", "-1"], "`temperature` is -1.0"),
-        (["--prompt", "a", "--bounded-replay", "both"], "'off' or 'decoder'"),
+        (["--prompt", "a", "--bounded-replay", "all"], "'off' or 'encoder' or 'decoder'"),
         (["--prompt", "a", "--numerics", "exact"], "'ideal', 'cache' or 'release'"),
         (["--prompt", "a", "--block-size", "63"], "`block_size` is 63"),
         (["--prompt", "a", "--block-size", "many"], "--block-size"),

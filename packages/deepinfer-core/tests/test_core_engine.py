@@ -6,7 +6,7 @@ import pytest
 
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.cpu.backend import CpuBackend
-from deepinfer_core.engine.loop import Engine, build_engine
+from deepinfer_core.engine.engine import Engine, build_engine
 from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.types import FinishReason, Request, SamplingParams, SequenceUpdate
 

@@ -10,13 +10,14 @@ from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.cpu.backend import CpuBackend
 from deepinfer_core.cpu.runtime import CpuMemory
-from deepinfer_core.engine.loop import Engine, build_engine
+from deepinfer_core.engine.engine import Engine, build_engine
 from deepinfer_core.engine.memory import plan_memory
 from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.errors import ConfigError
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.state import POOLS
-from deepinfer_core.types import Request, StepKind, StepPlan
+from deepinfer_core.plans import StepKind, StepPlan
+from deepinfer_core.types import Request
 
 GOLDEN = Path(__file__).parents[3] / "tests" / "conformance" / "model"
 FOLDER = GOLDEN / "tiny_a_fp"
@@ -37,8 +38,8 @@ def request(uid: int, length: int = 20, max_tokens: int = 4) -> Request:
 def plans_of(target: Engine, requests: list[Request]) -> list[StepPlan]:
     """Run to the end and return what was launched."""
     launched = []
-    launch = target._worker.launch
-    target._worker.launch = lambda plan: launched.append(plan) or launch(plan)
+    launch = target._loop.worker.launch
+    target._loop.worker.launch = lambda plan: launched.append(plan) or launch(plan)
     for each in requests:
         target.submit(each)
     while target.has_work:
@@ -194,7 +195,7 @@ def test_released_geometry_costs_890_bytes_a_token():
 
 def test_plan_is_what_is_allocated():
     target = engine(num_blocks=7, max_sequences=3)
-    state, plan = target._worker.state, target.memory
+    state, plan = target._loop.worker.state, target.memory
     entries = sum(
         source.data.nbytes for sources in state.blocks.values() for source in sources.values()
     )

@@ -50,7 +50,7 @@ def run(
     """Feed ids, some at a time, and return every output."""
     request = Request(0, "r", (5, 6), params or SamplingParams(), seed=0)
     decoder = TextDecoder(TOKENIZER, SPECIAL) if with_text else None
-    builder = OutputBuilder(request, 0, decoder, bounded_replay="off")
+    builder = OutputBuilder(request, 0, decoder)
     outputs = []
     rest, cuts = list(ids), list(sizes)
     while rest:
@@ -208,7 +208,7 @@ def test_abort_keeps_what_was_produced() -> None:
         Request(0, "r", (5,), SamplingParams(), seed=0),
         3,
         TextDecoder(TOKENIZER, SPECIAL),
-        bounded_replay="decoder",
+        skips_rows=True,
     )
     builder.feed(SequenceUpdate(0, tuple(ids_of_bytes("ab"))))
     builder.abort()
@@ -219,9 +219,7 @@ def test_abort_keeps_what_was_produced() -> None:
 
 
 def test_error_is_an_output_with_its_sentence() -> None:
-    builder = OutputBuilder(
-        Request(0, "r", (5,), SamplingParams(), seed=0), 0, None, bounded_replay="off"
-    )
+    builder = OutputBuilder(Request(0, "r", (5,), SamplingParams(), seed=0), 0, None)
     builder.feed(SequenceUpdate(0, (7,)))
     sentence, code = "No finite logit.", "non_finite"
     reason = FinishReason.ERROR
@@ -255,7 +253,7 @@ def test_stop_string_in_the_text_shown_at_the_end_hides_no_error(
 ) -> None:
     request = Request(0, "r", (5,), SamplingParams(stop=("\ufffd",)), seed=0)
     decoder = HoldsBack()
-    builder = OutputBuilder(request, 0, decoder, bounded_replay="off")  # type: ignore[arg-type]
+    builder = OutputBuilder(request, 0, decoder)  # type: ignore[arg-type]
     builder.feed(SequenceUpdate(0, (7,)))
     builder.feed(SequenceUpdate(0, finish_reason=reason, error="The device failed."))
     final = builder.next_output()
@@ -265,9 +263,7 @@ def test_stop_string_in_the_text_shown_at_the_end_hides_no_error(
 
 def test_prompt_logprobs_come_in_the_order_of_positions() -> None:
     params = SamplingParams(prompt_logprobs=0)
-    builder = OutputBuilder(
-        Request(0, "r", (5, 6, 7), params, seed=0), 0, None, bounded_replay="off"
-    )
+    builder = OutputBuilder(Request(0, "r", (5, 6, 7), params, seed=0), 0, None)
     values = [PromptLogprob(position, TokenLogprob(position, -1.0)) for position in (1, 2)]
     builder.feed(SequenceUpdate(0, prompt_logprobs=(values[1],)))
     builder.feed(SequenceUpdate(0, (8,), prompt_logprobs=tuple(values)))
@@ -279,7 +275,7 @@ def test_prompt_logprobs_come_in_the_order_of_positions() -> None:
 def test_prompt_logprobs_are_put_in_order_once() -> None:
     params = SamplingParams(prompt_logprobs=0)
     request = Request(0, "r", (5, 6), params, seed=0)
-    builder = OutputBuilder(request, 0, None, bounded_replay="off")
+    builder = OutputBuilder(request, 0, None)
     builder.feed(SequenceUpdate(0, (8,), prompt_logprobs=(PromptLogprob(1, TokenLogprob(6, -1)),)))
     first = builder.next_output()
     builder.feed(SequenceUpdate(0, (9,)))

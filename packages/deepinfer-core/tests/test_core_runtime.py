@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +16,10 @@ import torch
 
 from deepinfer_core.cpu import runtime as module
 from deepinfer_core.cpu.runtime import CpuRuntime, read_memory
-from deepinfer_core.errors import KernelInputError, Unsupported
+from deepinfer_core.errors import DeepInferError, KernelInputError, Unsupported
 from deepinfer_core.interfaces import DeviceRuntime
+
+LONG = 60.0  # seconds no wait here takes unless something is wrong
 
 
 class Broken(Exception):
@@ -21,9 +30,18 @@ def fail() -> None:
     raise Broken("work failed")
 
 
+@pytest.fixture(params=[False, True], ids=["inline", "threads"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[CpuRuntime]:
+    found = CpuRuntime(threads=request.param)
+    yield found
+    found.close()
+
+
 @pytest.fixture
-def runtime() -> CpuRuntime:
-    return CpuRuntime()
+def background() -> Iterator[CpuRuntime]:
+    found = CpuRuntime(threads=True)
+    yield found
+    found.close()
 
 
 def test_it_is_a_device_runtime(runtime: CpuRuntime) -> None:
@@ -47,6 +65,7 @@ def test_work_runs_in_order_and_events_are_done(runtime: CpuRuntime) -> None:
     event = forward.record()
     copy_out.wait_for(event)
     copy_out.submit(lambda: ran.append(2))
+    copy_out.record().wait(LONG)
     assert ran == [1, 2]
     assert event.done()
     event.wait()
@@ -62,7 +81,7 @@ def test_an_error_surfaces_at_the_wait_and_the_queue_goes_on(runtime: CpuRuntime
     forward.submit(lambda: ran.append(1))
     event = forward.record()
     before.wait()
-    assert event.done() and not ran
+    assert event.reach(LONG) and event.done() and not ran
     with pytest.raises(Broken, match="work failed"):
         event.wait()
     forward.submit(lambda: ran.append(2))
@@ -127,16 +146,26 @@ def test_synchronize_raises_each_error_once(runtime: CpuRuntime) -> None:
     runtime.synchronize()
 
 
-def test_an_interrupt_leaves_at_once(runtime: CpuRuntime) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
+
+def test_an_interrupt_leaves_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
-        runtime.queue("forward").submit(interrupt)
+        CpuRuntime().queue("forward").submit(interrupt)
+
+
+def test_an_interrupt_of_work_in_a_thread_surfaces_at_the_wait(background: CpuRuntime) -> None:
+    background.queue("forward").submit(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        background.synchronize()
+    background.queue("forward").record().wait(LONG)
 
 
 def test_a_foreign_event_is_refused(runtime: CpuRuntime) -> None:
     class Foreign:
+        time_ns = None
+
         def done(self) -> bool:
             return True
 
@@ -145,6 +174,195 @@ def test_a_foreign_event_is_refused(runtime: CpuRuntime) -> None:
 
     with pytest.raises(KernelInputError, match="Foreign"):
         runtime.queue("forward").wait_for(Foreign())
+
+
+# What only threads can show
+
+
+def test_submit_returns_while_work_runs(background: CpuRuntime) -> None:
+    gate, ran = threading.Event(), []
+    forward = background.queue("forward")
+    forward.submit(lambda: gate.wait() and ran.append(threading.current_thread()))
+    event = forward.record()
+    assert not event.done() and event.time_ns is None
+    for timeout_s in (0.0, 1e-3):
+        with pytest.raises(TimeoutError, match=f"within {timeout_s:g} s"):
+            event.wait(timeout_s)
+    gate.set()
+    event.wait(LONG)
+    assert ran and ran[0] is not threading.current_thread()
+
+
+def test_queues_work_at_the_same_time(background: CpuRuntime) -> None:
+    """Each waits for the others inside its work: no order would do but all at once."""
+    meeting = threading.Barrier(3)
+    for name in ("forward", "copy_in", "copy_out"):
+        background.queue(name).submit(lambda: meeting.wait(LONG) and None)
+    background.synchronize()
+
+
+def test_a_queue_waits_for_an_event_of_another(background: CpuRuntime) -> None:
+    gate, ran = threading.Event(), []
+    forward, copy_out = background.queue("forward"), background.queue("copy_out")
+    forward.submit(lambda: gate.wait() and ran.append("forward"))
+    copy_out.wait_for(forward.record())
+    copy_out.submit(lambda: ran.append("copy_out"))
+    done = copy_out.record()
+    assert not done.done()
+    gate.set()
+    done.wait(LONG)
+    assert ran == ["forward", "copy_out"]
+
+
+def test_work_submitted_before_the_error_was_taken_is_dropped(background: CpuRuntime) -> None:
+    """Even if the queue comes to it afterwards: inline it would have been dropped as well."""
+    gate, ran = threading.Event(), []
+    forward, copy_out = background.queue("forward"), background.queue("copy_out")
+    forward.submit(fail)
+    failed = forward.record()
+    copy_out.submit(gate.wait)
+    copy_out.wait_for(failed)
+    copy_out.submit(lambda: ran.append("copied garbage"))
+    late = copy_out.record()
+    with pytest.raises(Broken):
+        failed.wait(LONG)
+    copy_out.submit(lambda: ran.append("next step"))
+    gate.set()
+    with pytest.raises(Broken):
+        late.wait(LONG)
+    copy_out.record().wait(LONG)
+    assert ran == ["next step"]
+
+
+def test_events_tell_when_they_happened(runtime: CpuRuntime) -> None:
+    forward, copy_out = runtime.queue("forward"), runtime.queue("copy_out")
+    begin = forward.record()
+    inside: list[int] = []
+    forward.submit(lambda: inside.append(time.perf_counter_ns()))
+    end = forward.record()
+    copy_out.wait_for(end)
+    after = copy_out.record()
+    runtime.synchronize()
+    assert begin.time_ns is not None and end.time_ns is not None and after.time_ns is not None
+    assert begin.time_ns <= inside[0] <= end.time_ns <= after.time_ns <= time.perf_counter_ns()
+
+
+def test_threads_of_work_follow_the_number_that_is_set(background: CpuRuntime) -> None:
+    seen: list[int] = []
+    forward, before = background.queue("forward"), torch.get_num_threads()
+    try:
+        for count in (1, 3, 2):
+            torch.set_num_threads(count)
+            forward.submit(lambda: seen.append(torch.get_num_threads()))
+            forward.record().wait(LONG)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3, 2]
+
+
+@pytest.fixture
+def names() -> Callable[[], list[str]]:
+    """Names of the queues' threads that started in this test and run."""
+    before = threading.enumerate()
+
+    def started() -> list[str]:
+        return [t.name for t in threading.enumerate() if t not in before and "deepinfer-" in t.name]
+
+    return started
+
+
+def test_threads_start_with_work_and_end_with_the_runtime(
+    names: Callable[[], list[str]],
+) -> None:
+    runtime = CpuRuntime(threads=True)
+    assert not names()
+    runtime.queue("forward").submit(lambda: None)
+    assert names() == ["deepinfer-forward"]
+    runtime.synchronize()
+    del runtime
+    gc.collect()
+    assert not names()
+
+
+def test_threads_end_though_work_holds_the_last_reference() -> None:
+    before = set(threading.enumerate())
+    gate, runtime = threading.Event(), CpuRuntime(threads=True)
+    forward = runtime.queue("forward")
+    forward.submit(lambda kept=(runtime, forward): gate.wait() and None)
+    threads = set(threading.enumerate()) - before
+    del runtime, forward
+    gate.set()
+    for each in threads:
+        each.join(LONG)
+    assert threads and not any(each.is_alive() for each in threads)
+
+
+def test_closing_drops_what_is_queued_and_fails_its_events(
+    background: CpuRuntime, names: Callable[[], list[str]]
+) -> None:
+    ran: list[str] = []
+    forward, copy_out = background.queue("forward"), background.queue("copy_out")
+    closing = background._threads.get("forward", background.device, forward._takes).closing
+    forward.submit(lambda: closing.wait(LONG) and None)
+    forward.submit(lambda: ran.append("dropped"))
+    event = forward.record()
+    copy_out.wait_for(event)
+    behind = copy_out.record()
+    background.close()
+    assert not names() and not ran
+    for each in (event, behind):
+        with pytest.raises(DeepInferError, match="closed"):
+            each.wait(LONG)
+    forward.submit(lambda: ran.append("anew"))
+    forward.record().wait(LONG)
+    assert ran == ["anew"]
+
+
+def test_background_is_chosen_and_unchosen(names: Callable[[], list[str]]) -> None:
+    runtime, ran = CpuRuntime(), []
+    forward = runtime.queue("forward")
+    for background in (True, False, True):
+        runtime.set_background(background)
+        forward.submit(lambda: ran.append(threading.current_thread().name))
+    runtime.synchronize()
+    runtime.set_background(False)
+    here = threading.current_thread().name
+    assert ran == ["deepinfer-forward", here, "deepinfer-forward"] and not names()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_starts_threads_of_its_own(background: CpuRuntime) -> None:
+    forward = background.queue("forward")
+    forward.submit(lambda: None)
+    background.synchronize()
+    child = os.fork()
+    if child == 0:
+        ran: list[int] = []
+        forward.submit(lambda: ran.append(os.getpid()))
+        forward.record().reach(LONG)
+        os._exit(0 if ran == [os.getpid()] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    forward.record().wait(LONG)
+
+
+EXIT = """
+import threading, torch
+from deepinfer_core.cpu.runtime import CpuRuntime
+runtime = CpuRuntime(threads=True)
+for _ in range(200):
+    runtime.queue("forward").submit(lambda: torch.ones(50, 50) @ torch.ones(50, 50))
+print("left")
+"""
+
+
+def test_the_interpreter_exits_with_work_in_its_queues() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=LONG, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+# Memory
 
 
 def test_pinned_buffers_have_shape_and_dtype(runtime: CpuRuntime) -> None:

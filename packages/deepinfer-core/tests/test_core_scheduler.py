@@ -7,27 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deepinfer_core.cache import BlockState
 from deepinfer_core.errors import ConfigError, DuplicateRequest, RequestError
+from deepinfer_core.plans import Phase, RowStatus, StepKind, StepPlan, StepResult
 from deepinfer_core.scheduler import Scheduler, SchedulerLimits
 from deepinfer_core.scheduler.budget import GrowthEstimate
+from deepinfer_core.scheduler.chunks import ChunkBudget
+from deepinfer_core.scheduler.prefill import PrefillRows
 from deepinfer_core.scheduler.roster import Roster
 from deepinfer_core.scheduler.sequence import TRANSITIONS, Sequence, State
-from deepinfer_core.scheduler.step import PlannedRow
 from deepinfer_core.testing.fake_worker import FakeWorker
 from deepinfer_core.testing.reference import prompt_logprobs_reference, serial_reference
-from deepinfer_core.types import (
-    FinishReason,
-    Phase,
-    Request,
-    RowStatus,
-    SamplingParams,
-    SequenceUpdate,
-    StepKind,
-    StepPlan,
-)
+from deepinfer_core.types import FinishReason, Request, SamplingParams, SequenceUpdate
 
 VOCAB = 50
 BASE = SchedulerLimits(
@@ -53,6 +47,12 @@ def make_request(uid: int, prompt: int | tuple[int, ...] = 5, **changes: Any) ->
         prompt if isinstance(prompt, tuple) else tuple((uid * 7 + i) % VOCAB for i in range(prompt))
     )
     return Request(uid=uid, prompt_token_ids=ids, params=SamplingParams(**changes), **fields)
+
+
+def break_building(patch: pytest.MonkeyPatch) -> None:
+    """Let every step fail after its rows were reserved."""
+    for name in ("decode_step", "prefill_step"):
+        patch.setattr(f"deepinfer_core.scheduler.scheduler.{name}", lambda *a, **k: 1 / 0)
 
 
 def waiting_sequences(count: int) -> list[Sequence]:
@@ -92,9 +92,13 @@ class Loop:
         self.scheduler.audit()
         return plan
 
+    def take(self, plan: StepPlan, result: StepResult) -> None:
+        self.updates += self.scheduler.settle(plan, result).finish()
+        self.updates += self.scheduler.pop_updates()
+
     def settle(self) -> None:
         plan = self.unsettled.popleft()
-        self.updates += self.scheduler.settle(plan, self.worker.result(plan))
+        self.take(plan, self.worker.result(plan))
         self.scheduler.audit()
 
     def scrub(self) -> None:
@@ -325,8 +329,8 @@ def test_late_rows_read_the_carry_of_the_step_before(make):
     loop.submit(make_request(1, 5), make_request(2, 5))
     loop.run()
     first, second, third = loop.plans[:3]
-    assert first.output.remap == (-1, -1)
-    assert second.output.remap == third.output.remap == (0, 1)
+    assert first.rows.source.tolist() == [-1, -1]
+    assert second.rows.source.tolist() == third.rows.source.tolist() == [0, 1]
     assert all(m.token_ids == () for m in second.sequences)
     loop.expect_reference()
 
@@ -335,7 +339,7 @@ def test_serial_rows_are_supplied_by_the_host(make):
     loop = make(0)
     loop.submit(make_request(1), make_request(2))
     loop.run()
-    assert {source for p in loop.plans for source in p.output.remap} == {-1}
+    assert {source for p in loop.plans for source in p.rows.source.tolist()} == {-1}
 
 
 # Log-probabilities
@@ -507,7 +511,7 @@ def test_preempted_uids_are_told_with_the_next_plan_that_is_launched(make, monke
     loop.submit(make_request(1, 7, max_tokens=12), make_request(2, 7, max_tokens=12))
     while not loop.scheduler.counts().preemptions:
         with monkeypatch.context() as patch:
-            patch.setattr("deepinfer_core.scheduler.scheduler.build_plan", lambda *a, **k: 1 / 0)
+            break_building(patch)
             with pytest.raises(ZeroDivisionError):
                 loop.plan()
         if not loop.scheduler.counts().preemptions:
@@ -591,8 +595,10 @@ def test_a_generation_is_released_once():
     roster = Roster(BASE)
     roster.add(make_request(1))
     (sequence,) = roster.waiting
-    roster.reserve(PlannedRow(sequence, Phase.FINAL_CHUNK, 0, 5, enters=True))
-    sequence.last_step = 3
+    rows = PrefillRows(roster, 0)
+    rows.choose(ChunkBudget(BASE))
+    roster.lanes.all.last_step[sequence.slot] = 3
+    assert len(rows.rows) == 1 and roster.pools.num_free == 62
     assert roster.releases.release(sequence)
     assert not roster.releases.release(sequence)
     assert len(roster.releases) == 1
@@ -875,9 +881,7 @@ def test_wrong_start_position_ends_the_request_as_a_bad_source(make):
     plan = loop.scheduler.plan()
     loop.worker.launch(plan)
     result = loop.worker.result(plan)
-    loop.updates += loop.scheduler.settle(
-        plan, replace(result, start=(result.start[0] + 1, *result.start[1:]))
-    )
+    loop.take(plan, replace(result, start=result.start + np.array([1, 0])))
     assert loop.end(1).finish_reason is FinishReason.ERROR
     assert "fault of the engine" in loop.end(1).error
     loop.run()
@@ -889,8 +893,7 @@ def test_bad_source_status_ends_the_request(make):
     loop.submit(make_request(1))
     plan = loop.plan()
     loop.unsettled.clear()
-    result = replace(loop.worker.result(plan), status=(RowStatus.BAD_SOURCE,))
-    loop.updates += loop.scheduler.settle(plan, result)
+    loop.take(plan, replace(loop.worker.result(plan), status=np.array([RowStatus.BAD_SOURCE])))
     assert loop.end(1).finish_reason is FinishReason.ERROR
     assert loop.end(1).error_code == "bad_source"
     loop.scrub()
@@ -927,7 +930,7 @@ def test_failure_inside_a_plan_rolls_everything_back(make, monkeypatch, nth, tar
     before = loop.scheduler.counts()
     roster = loop.scheduler._roster
     pool = roster.pools.pools["index"] if target == "pools" else roster.slots
-    real, calls = pool.allocate, 0
+    real, calls = pool.allocate_each, 0
 
     def failing(*args):
         nonlocal calls
@@ -936,7 +939,7 @@ def test_failure_inside_a_plan_rolls_everything_back(make, monkeypatch, nth, tar
             raise MemoryError("no memory")
         return real(*args)
 
-    monkeypatch.setattr(pool, "allocate", failing)
+    monkeypatch.setattr(pool, "allocate_each", failing)
     for _ in range(12):
         try:
             loop.step()
@@ -953,7 +956,7 @@ def test_failure_while_a_plan_is_built_rolls_everything_back(make, monkeypatch):
     loop.submit(make_request(1), make_request(2))
     before = loop.scheduler.counts()
     with monkeypatch.context() as patch:
-        patch.setattr("deepinfer_core.scheduler.scheduler.build_plan", lambda *a, **k: 1 / 0)
+        break_building(patch)
         with pytest.raises(ZeroDivisionError):
             loop.scheduler.plan()
     loop.scheduler.audit()
@@ -979,7 +982,13 @@ def test_counts_tell_where_requests_are(make):
     counts = loop.scheduler.counts()
     assert (counts.waiting, counts.prefilling, counts.running) == (1, 1, 1)
     assert counts.inflight_tokens == 6 and counts.unsettled_steps == 1
-    assert counts.blocks["compressed"] == {"free": 61, "held": 3, "deferred": 0, "quarantined": 0}
+    assert counts.blocks["compressed"] == {
+        "free": 61,
+        "held": 3,
+        "shared": 0,
+        "deferred": 0,
+        "quarantined": 0,
+    }
     loop.settle()
     loop.run()
 

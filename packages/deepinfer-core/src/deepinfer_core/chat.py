@@ -34,8 +34,14 @@ class ChatRequest:
     reply_error: type[Exception]
     overridden: tuple[str, ...] = ()
 
+    def start(self, num_cached: int) -> None:
+        """Begin the reply; so many tokens of the prompt were found in the cache."""
+        self.reply.start(len(self.prompt_token_ids), num_cached)
+
     def output(self, output: RequestOutput) -> ChatOutput:
         """Return what the caller sees of a request that has ended."""
+        if not output.token_ids:
+            self.start(output.num_cached_tokens)
         reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
         self.reply.finish(reason)
         return ChatOutput(
@@ -52,13 +58,16 @@ class Follower:
 
     def __init__(self, chat: ChatRequest, stop_ids: frozenset[int]) -> None:
         """Follow one request; `stop_ids` end it and are no part of the reply."""
+        self._chat: ChatRequest | None = chat  # until the reply has begun
         self._reply = chat.reply
         self._reply_error = chat.reply_error
         self._stop_ids = stop_ids
-        chat.reply.start(len(chat.prompt_token_ids), 0)
 
-    def __call__(self, token_id: int, logprob: TokenLogprob | None) -> bool:
+    def __call__(self, token_id: int, logprob: TokenLogprob | None, num_cached: int) -> bool:
         """Take the next token; return whether nothing that follows can be part of the reply."""
+        if self._chat is not None:
+            self._chat.start(num_cached)
+            self._chat = None
         if token_id in self._stop_ids:
             return False
         try:

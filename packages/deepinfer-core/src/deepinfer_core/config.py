@@ -99,6 +99,36 @@ class EngineConfig(BaseModel):
         title="Memory",
         description="Longest prompt plus output, in tokens. Default: the model's.",
     )
+    stored_windows: Annotated[int, BeforeValidator(_not_bool), Field(ge=0)] = Field(
+        0,
+        title="Memory",
+        description="Window states of prompts to keep; requests without encoder-side replay, such "
+        "as strict ones, find prefixes in the cache only where one is kept.",
+    )
+    prefix_cache: bool = Field(
+        True,
+        title="Memory",
+        description="Keep blocks of past requests, so that prompts with the same beginning start "
+        "behind it.",
+    )
+    depth: Annotated[int, BeforeValidator(_not_bool), Field(ge=0, le=2)] = Field(
+        2,
+        title="Scheduling",
+        description="Steps in flight: 2 = plan and launch a step while the one before runs; 1 = "
+        "plan it when the one before is read, tell clients meanwhile; 0 = one thing at a time.",
+    )
+    step_budget_ms: Size | None = Field(
+        None,
+        title="Scheduling",
+        description="Most milliseconds of a prefill step, by the model in `cost_model`. Default: "
+        "`max_step_tokens` alone decides.",
+    )
+    cost_model: str | None = Field(
+        None,
+        title="Scheduling",
+        description="File that `deepinfer bench startup --save` wrote: what prefill steps cost.",
+        examples=["FILE"],
+    )
     max_step_tokens: Count = Field(
         512,
         title="Scheduling",
@@ -125,6 +155,19 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 f"`num_blocks` is {config.num_blocks} and `cache_memory_gib` is "
                 f"{config.cache_memory_gib:g}, but both set the size of the caches. Set one."
+            )
+        if config.stored_windows and not config.prefix_cache:
+            raise ConfigError(
+                f"`stored_windows` is {config.stored_windows}, but `prefix_cache` is false, so no "
+                "window could be used. Leave one of them out."
+            )
+        if (config.step_budget_ms is None) != (config.cost_model is None):
+            given, other = ("step_budget_ms", "cost_model")
+            if config.step_budget_ms is None:
+                given, other = other, given
+            raise ConfigError(
+                f"`{given}` is {getattr(config, given)!r}, but `{other}` is not set; a time budget "
+                f"needs both. Set `{other}` too, or leave `{given}` out."
             )
         return config
 

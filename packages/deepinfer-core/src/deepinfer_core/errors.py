@@ -7,12 +7,15 @@
     |   `-- DuplicateRequest the client id is in use
     |-- Unsupported          a backend lacks what was asked
     |-- KernelInputError     an op was called with a wrong shape, dtype or device
+    |-- StuckStep            the device did not finish a step in time; nothing can go on
     `-- OutputError          results could not be written
 
 A message says what was wrong, which value, what is allowed and what to do.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 __all__ = [
     "CheckpointError",
@@ -22,6 +25,7 @@ __all__ = [
     "KernelInputError",
     "OutputError",
     "RequestError",
+    "StuckStep",
     "Unsupported",
     "shown",
 ]
@@ -77,6 +81,21 @@ class Unsupported(DeepInferError):
 
 class KernelInputError(DeepInferError):
     """An op was called with a shape, dtype, stride or device outside its contract."""
+
+
+class StuckStep(DeepInferError):
+    """The device did not finish a step within its deadline; the engine cannot go on.
+
+    Attributes:
+        step_seq: which step.
+        dump: file with the records of the last steps, or None when it could not be written.
+    """
+
+    def __init__(self, message: str, *, step_seq: int, dump: Path | None) -> None:
+        """Keep the message and what it is about."""
+        super().__init__(message)
+        self.step_seq = step_seq
+        self.dump = dump
 
 
 class OutputError(DeepInferError):

@@ -327,7 +327,7 @@ class Carry(Protocol):
 
     @property
     def tag(self) -> Tensor:
-        """[R] int64: uid of the sequence."""
+        """[R] int64: names the sequence and its generation; -1 where nothing was left."""
 
 
 # Device
@@ -335,6 +335,13 @@ class Carry(Protocol):
 
 class Event(Protocol):
     """A point in a queue."""
+
+    @property
+    def time_ns(self) -> int | None:
+        """`time.perf_counter_ns()` when the queue passed the point.
+
+        None before that, or where the device does not tell.
+        """
 
     def done(self) -> bool:
         """Whether the queue has passed the point. Never waits."""
@@ -385,6 +392,12 @@ class DeviceRuntime(Protocol):
     def device(self) -> torch.device:
         """Where tensors of this backend live."""
 
+    def set_background(self, background: bool) -> None:
+        """Choose, before any queue is used, whether the host goes on while submitted work runs.
+
+        Where the device always works beside the host, this changes nothing.
+        """
+
     def queue(self, name: str) -> Queue:
         """Return the queue of that name, the same object every time."""
 
@@ -405,6 +418,9 @@ class DeviceRuntime(Protocol):
 
     def synchronize(self) -> None:
         """Wait for every queue (start-up, Flush and tests only)."""
+
+    def close(self) -> None:
+        """End what works in the background; later work starts it anew."""
 
 
 # Kernels
@@ -750,8 +766,8 @@ class KernelBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Replace host values by the carry of the previous step where `remap[s] >= 0`.
 
-        tokens [R, n] int64, start [R], tag [R] int64 uids, remap [R] int64 -> corrected tokens,
-        start and status [R] int32 (2 where the carry's tag differs; such a row gets token 0).
+        tokens [R, n] int64, start [R], tag [R] int64, remap [R] int64 -> corrected tokens, start
+        and status [R] int32 (2 where the carry's tag differs; such a row gets token 0).
         """
 
 
@@ -905,12 +921,12 @@ class TokenConstraint(Protocol):
         """Whether the grammar allows nothing but the end."""
 
     def fill(self, mask_row: np.ndarray) -> None:
-        """Write the allowed tokens as a bit mask, int32 [ceil(V / 32)]."""
+        """Write the allowed tokens as a bit mask, int32 [ceil(V / 32)]: every word of it."""
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """Advance; return how many tokens were allowed.
 
-        A refused token leaves the state unchanged.
+        A refused token leaves the state unchanged, and so does one behind the grammar's end.
         """
 
     def rollback(self, count: int) -> None:

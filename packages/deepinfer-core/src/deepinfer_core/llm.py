@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from deepinfer_core.chat import ChatReader, ChatRequest, Conversations, Follower, bodies_of
 from deepinfer_core.config import EngineConfig
+from deepinfer_core.engine.engine import Engine, build_engine
 from deepinfer_core.engine.interrupt import undivided
-from deepinfer_core.engine.loop import Engine, build_engine
 from deepinfer_core.engine.outputs import OutputBuilder, Watcher, refused
 from deepinfer_core.engine.requests import Prompts, RequestReader, as_list, params_of_each
 from deepinfer_core.engine.tokenizer import TextCodec
@@ -23,13 +23,7 @@ from deepinfer_core.errors import ConfigError, RequestError, shown
 from deepinfer_core.loader import find_backend, find_recipe
 from deepinfer_core.model import nano
 from deepinfer_core.model.checkpoint import resolve_model
-from deepinfer_core.types import (
-    ChatOutput,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-)
+from deepinfer_core.types import ChatOutput, FinishReason, Request, RequestOutput, SamplingParams
 
 __all__ = ["LLM"]
 
@@ -335,12 +329,11 @@ class LLM:
                 if isinstance(item, RequestOutput):
                     sink.append(item)
                     continue
-                replay = self._reader.replay_in_use(item)
                 builder = OutputBuilder(
                     item,
                     index,
                     self._codec.decoder(),
-                    bounded_replay=replay,
+                    skips_rows=self._reader.skips_rows(item),
                     watcher=None if watchers is None else watchers[index],
                 )
                 try:

@@ -11,13 +11,15 @@ from deepinfer_core.errors import RequestError, shown
 __all__ = ["SamplingParams"]
 
 DETERMINISM = ("strict", "normal")
-BOUNDED_REPLAY = ("off", "decoder")
+BOUNDED_REPLAY = ("off", "encoder", "decoder", "both")
 MAX_LOGPROBS = 64
 MAX_INTEGER = 2**31 - 1
 # The device computes in float32: much smaller settings are 0 there, or make logits infinite.
 MIN_TEMPERATURE = 1e-6
 MIN_TOP_P = 1e-6
 MIN_REPETITION_PENALTY = 1e-3
+
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-3, 1e9
 
 _DIGITS = re.compile("[0-9]{1,10}")
 
@@ -49,8 +51,11 @@ class SamplingParams:
         prompt_logprobs: the same for prompt tokens after the first; computing them needs the exact
             prefill.
         determinism: "strict" or "normal"; None takes the engine's.
-        bounded_replay: "off" or "decoder"; None is "decoder" in normal mode, "off" in strict mode
-            or when `prompt_logprobs` is asked for.
+        bounded_replay: "encoder": after a prefix hit the windows are rebuilt from its last rows;
+            "decoder": late layers skip the prompt before its last window; "both" or "off". None is
+            "both" in normal mode, "off" in strict mode or when `prompt_logprobs` is asked for.
+        timeout_s: seconds after which the request ends unfinished, with an error; what it produced
+            is kept. None is never.
 
     Raises:
         RequestError: a value is outside its range.
@@ -73,6 +78,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     determinism: str | None = None
     bounded_replay: str | None = None
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check every range, so that a bad value fails where it was written."""
@@ -93,6 +99,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.timeout_s is not None:
+            _number("timeout_s", self.timeout_s, MIN_TIMEOUT_S, MAX_TIMEOUT_S)
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.ignore_eos, bool):

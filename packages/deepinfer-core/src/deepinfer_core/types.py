@@ -1,36 +1,25 @@
-"""Values that cross module borders: requests, sampling settings, step plans and results.
-
-Integers only, no torch.
-
-A step is three values: `StepPlan` (what the scheduler decided, frozen), the ticket that
-`Worker.launch` returns, and `StepResult` (the host's copy of what the sampler produced).
-"""
+"""Values that cross module borders: requests, what becomes known of them, and outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
 
 from deepinfer_core.params import SamplingParams
 
+if TYPE_CHECKING:
+    from deepinfer_core.interfaces import TokenConstraint
+
 __all__ = [
-    "Admission",
-    "BlockDelta",
     "ChatOutput",
     "FinishReason",
-    "Phase",
     "PromptLogprob",
     "Request",
     "RequestOutput",
-    "RowStatus",
     "SamplingParams",
-    "SchedulerOutput",
-    "SequenceMetadata",
     "SequenceUpdate",
-    "StepKind",
-    "StepPlan",
-    "StepResult",
     "TokenLogprob",
 ]
 
@@ -56,8 +45,13 @@ class Request:
         seed: key of the noise, resolved.
         stop_ids: ids that end the output, end-of-sequence ids included unless ignored.
         strict: recompute exactly and use kernels whose rows do not depend on other rows.
+        replay_encoder: after a prefix hit, rebuild the windows from the last rows of the hit alone.
         replay_decoder: skip late layers for prompt rows outside the last window.
+        use_cache: look the prompt up in the prefix index, and publish what is computed.
         priority: larger runs first.
+        max_drafts: most drafts verified with one of its rows; None is the engine's limit.
+        deadline_ns: instant, on the scheduler's clock, at which it ends unfinished; None is never.
+        constraint: a grammar that its output must follow, fresh, or None.
     """
 
     uid: int
@@ -67,153 +61,16 @@ class Request:
     seed: int
     stop_ids: frozenset[int] = frozenset()
     strict: bool = False
+    replay_encoder: bool = False
     replay_decoder: bool = False
+    use_cache: bool = True
     priority: int = 0
+    max_drafts: int | None = None
+    deadline_ns: int | None = None
+    constraint: TokenConstraint | None = None
 
 
-class StepKind(StrEnum):
-    """What a step computes. An empty step of either kind has no rows."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class Phase(StrEnum):
-    """What a sequence does in a step."""
-
-    CHUNK = "chunk"  # part of the prompt, nothing sampled
-    FINAL_CHUNK = "final_chunk"  # the prompt's end: its last row is sampled
-    VERIFY = "verify"  # the last sampled token and its drafts; no draft is plain decoding
-
-
-class RowStatus(int, Enum):
-    """What the sampler says of one sequence's rows."""
-
-    OK = 0
-    NON_FINITE = 1  # no finite logit in a row; the token is a pad id
-    BAD_SOURCE = 2  # the carry did not belong to this sequence
-
-
-@dataclass(frozen=True, slots=True)
-class BlockDelta:
-    """New entries of one block table.
-
-    `table[pool][slot, first : first + len(block_ids)] = block_ids`.
-    """
-
-    pool: str
-    first: int
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What the device must know about a sequence that enters a slot (first step of a generation).
-
-    Args:
-        params: sampling settings, constant while the sequence lives.
-        seed: key of the noise.
-        history: token ids just before the first computed position, oldest first; Engram looks back
-            at them.
-        prompt_len: number of prompt tokens.
-        token_ids: prompt and tokens produced so far; filled only when penalties need them.
-    """
-
-    params: SamplingParams
-    seed: int
-    history: tuple[int, ...]
-    prompt_len: int
-    token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceMetadata:
-    """One sequence's part of a step.
-
-    Rows are laid end to end in plan order; row i of the sequence sits at position `start + i`.
-
-    Args:
-        uid, generation: which sequence; the generation grows with every preemption.
-        slot: its place in all per-sequence device state.
-        phase: chunk, final chunk or verify.
-        start: position of the first row; an upper bound when the row's source is the carry.
-        num_rows: tokens fed in this step.
-        token_ids: the rows' tokens, or () when the carry of the previous step supplies them.
-        kv_len: positions written once the step ran, upper bound (U: one past the highest position
-            that a launched step may have written).
-        blocks: block-table entries that are new since the last step of this sequence.
-        num_drafts: drafts among the rows (verify only).
-        num_replay: leading rows that only rebuild window state and write no block. For
-            encoder-side replay, which requests meet with the prefix index; 0 until then.
-        window_start: first position that windows may see; 0 but for encoder-side replay.
-        tail_start: rows below this position skip the layers after the last KV source.
-        remaining: tokens it may still produce, this step's included.
-        admission: set on the first step of a generation.
-        logprobs: None for none, else how many alternatives beside the chosen token.
-        prompt_logprobs: the same for prompt rows of this step.
-        prompt_targets: the prompt tokens after this step's first rows, when `prompt_logprobs` is
-            set.
-    """
-
-    uid: int
-    generation: int
-    slot: int
-    phase: Phase
-    start: int
-    num_rows: int
-    token_ids: tuple[int, ...]
-    kv_len: int
-    blocks: tuple[BlockDelta, ...] = ()
-    num_drafts: int = 0
-    num_replay: int = 0
-    window_start: int = 0
-    tail_start: int = 0
-    remaining: int = 1
-    admission: Admission | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_targets: tuple[int, ...] = ()
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step yields tokens of the sequence."""
-        return self.phase is not Phase.CHUNK
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """What a step is, apart from its rows.
-
-    Args:
-        step_seq: strictly increasing number.
-        kind: prefill or decode.
-        remap: for each sequence its row in the previous unsettled step, or -1 when the host
-            supplies its source.
-        num_rows: rows of all sequences together.
-        strict: use kernels whose rows do not depend on other rows.
-        preempted: uids taken off the device by this plan.
-        expert_map_epoch: which placement of experts the step runs with.
-    """
-
-    step_seq: int
-    kind: StepKind
-    remap: tuple[int, ...]
-    num_rows: int
-    strict: bool
-    preempted: tuple[int, ...] = ()
-    expert_map_epoch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """A step as the scheduler decided it: frozen, printable, testable without a device."""
-
-    output: SchedulerOutput
-    sequences: tuple[SequenceMetadata, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """Log-probability of a token and of the most likely ones, best first.
 
     Natural, of the raw logits.
@@ -232,32 +89,7 @@ class PromptLogprob:
     value: TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The host's copy of a step's sampler output.
-
-    Every field has one item for each sequence of the plan.
-
-    Args:
-        step_seq: the plan's number.
-        token_ids: accepted drafts and the token after them; () where nothing was sampled.
-        status: `RowStatus` of each sequence.
-        logprobs: one item for each produced token; () where not asked for.
-        prompt_logprobs: those of the prompt rows in this step.
-        start: position each sequence really started at; between the settled length and the upper
-            bound that was planned.
-    """
-
-    step_seq: int
-    token_ids: tuple[tuple[int, ...], ...]
-    status: tuple[RowStatus, ...]
-    logprobs: tuple[tuple[TokenLogprob, ...], ...]
-    prompt_logprobs: tuple[tuple[PromptLogprob, ...], ...]
-    start: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """What settling a step means for one request.
 
     Args:
@@ -267,9 +99,12 @@ class SequenceUpdate:
         prompt_logprobs: newly known ones.
         finish_reason: set when the request ended with this step.
         error: a sentence for the user when `finish_reason` is ERROR.
-        error_code: what it was, then: `cache_exhausted`, `non_finite` (values of the model),
-            `bad_source` (a fault of the engine) or `device_fault`.
+        error_code: what it was, then: `cache_exhausted`, `deadline_exceeded`, `non_finite` (values
+            of the model), `constraint` (a grammar failed), `bad_source` (a fault of the engine) or
+            `device_fault`.
         num_preemptions: how often it was taken off the device so far.
+        num_cached_tokens: tokens of the prompt that were found in the prefix index.
+        replayed: rows were replayed after such a hit, maybe after a preemption.
     """
 
     uid: int
@@ -280,6 +115,8 @@ class SequenceUpdate:
     error: str | None = None
     error_code: str | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +138,10 @@ class RequestOutput:
         error_code: a short machine-readable word: that of the `RequestError`, or of the
             `SequenceUpdate` when it failed while it ran.
         determinism: the mode the request ran in.
-        bounded_replay: which replay was really used: "off" or "decoder".
+        bounded_replay: which replay was really used: "off", "encoder", "decoder" or "both".
         num_preemptions: how often it was taken off the device and recomputed.
+        num_cached_tokens: tokens of the prompt that were not computed because an earlier request
+            had them.
     """
 
     index: int
@@ -320,6 +159,7 @@ class RequestOutput:
     determinism: str = "normal"
     bounded_replay: str = "off"
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def finished(self) -> bool:

@@ -1,14 +1,17 @@
-"""Books of the device cache: blocks, block tables, slots. Integers only; tensors live elsewhere."""
+"""Books of the device cache: blocks, block tables, slots, prefixes.
+
+Integers only; tensors live elsewhere.
+"""
 
 from deepinfer_core.cache.block_pool import BlockPool, BlockPools, BlockState, Owner, PoolExhausted
-from deepinfer_core.cache.block_table import BlockTable, num_blocks_for
+from deepinfer_core.cache.block_table import BlockTables, num_blocks_for
 from deepinfer_core.cache.slots import SlotPool
 
 __all__ = [
     "BlockPool",
     "BlockPools",
     "BlockState",
-    "BlockTable",
+    "BlockTables",
     "Owner",
     "PoolExhausted",
     "SlotPool",

@@ -1,17 +1,18 @@
-"""Slots: one for each sequence on the device.
+"""Slots: one for each sequence on the device, and for each stored window state.
 
-A slot owns the window rings of all layers, the compressor carry and the token tail.
+A slot owns the window rings of all layers, the compressor carry and the token tail. A stored window
+state is a slot whose content is that of a published prefix, to resume exactly from.
 """
 
 from __future__ import annotations
 
-from deepinfer_core.cache.block_pool import BlockPool, BlockState, Owner
+from deepinfer_core.cache.block_pool import BlockPool, Owner
 
 __all__ = ["SlotPool"]
 
 
 class SlotPool(BlockPool):
-    """A pool of slots: the states and rules of blocks, and at most one held slot for each owner."""
+    """A pool of slots: the states and rules of blocks."""
 
     def __init__(self, num_slots: int) -> None:
         """Make a pool whose slots are all free."""
@@ -23,15 +24,4 @@ class SlotPool(BlockPool):
         Raises:
             PoolExhausted: none is free.
         """
-        return self.allocate(owner, 1)[0]
-
-    def audit(self) -> None:
-        """Check the states, and that no owner holds two slots.
-
-        Raises:
-            AssertionError: a check fails.
-        """
-        super().audit()
-        for owner, slots in self.holders(BlockState.HELD).items():
-            if len(slots) != 1:
-                raise AssertionError(f"{owner} holds the slots {sorted(slots)}")
+        return int(self.allocate(owner, 1)[0])

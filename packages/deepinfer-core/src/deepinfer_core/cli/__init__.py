@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from deepinfer_core import __version__
-from deepinfer_core.cli import bench, demo, doctor, generate, plan_memory
+from deepinfer_core.cli import bench, demo, doctor, generate, plan_memory, trace
 
 __all__ = ["main"]
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
+app.command("trace")(trace.trace)
 app.command("plan-memory")(plan_memory.plan_memory)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deepinfer_core.cli.options import reports_errors
+from deepinfer_core.cli.options import BAD_OPTION, fail, reports_errors, with_engine_config
+from deepinfer_core.config import EngineConfig
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Make models to try and to measure.", no_args_is_help=True)
+
+
+_STARTUP = (
+    "model",
+    "accelerator",
+    "numerics",
+    "determinism",
+    "num_threads",
+    "block_size",
+    "max_model_len",
+    "max_step_tokens",
+)
 
 
 class Preset(StrEnum):
@@ -56,3 +70,69 @@ def make_checkpoint(
     maker.write_checkpoint(folder, config, seed=seed, quantized=not plain, num_shards=num_shards)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 2**20:.1f} MiB")
+
+
+@app.command("startup")
+@reports_errors
+@with_engine_config(_STARTUP)
+def startup(
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="Tokens before the chunks to measure. Default: up to 3072."
+        ),
+    ] = None,
+    chunks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Tokens of the chunks to measure. Default: 1/8 to all of `--max-step-tokens`.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Measured runs of each chunk.")
+    ] = 5,
+    budget_ms: Annotated[
+        float | None,
+        typer.Option(metavar="MS", help="Show the chunks that a step of so many ms would take."),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Store the cost model for the option `cost_model`."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append the JSON line to this file.")
+    ] = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Measure what starting takes and what prefill chunks take; fit the cost model to it."""
+    wanted_contexts = _numbers("--contexts", contexts, low=0)
+    wanted_chunks = _numbers("--chunks", chunks, low=1)
+    if budget_ms is not None and not 0 < budget_ms < float("inf"):
+        raise fail(f"`--budget-ms` is {budget_ms:g}; it must be a positive number.", BAD_OPTION)
+    began = time.perf_counter_ns()
+    from deepinfer_core.bench import startup as bench
+
+    bench.bench_startup(
+        config,
+        bench.Grid(wanted_contexts, wanted_chunks, repeats),
+        import_ns=time.perf_counter_ns() - began,
+        budget_ms=budget_ms,
+        save=save,
+        out=out,
+    )
+
+
+def _numbers(option: str, text: str | None, low: int) -> tuple[int, ...] | None:
+    """Return the numbers of a list such as `0,512,1024`, ascending."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and int(word) >= low for word in words):
+        raise fail(
+            f"`{option}` is {text!r}; it must be whole numbers of at least {low} with commas "
+            "between them, such as 512,1024.",
+            BAD_OPTION,
+        )
+    return tuple(sorted({int(word) for word in words}))

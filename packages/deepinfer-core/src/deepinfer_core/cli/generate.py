@@ -89,9 +89,9 @@ _Logprobs = Annotated[
 _BoundedReplay = Annotated[
     str | None,
     typer.Option(
-        metavar="off|decoder",
-        help="Whether late layers skip the prompt before its last window. Default: decoder in "
-        "`normal`, off in `strict`.",
+        metavar="off|encoder|decoder|both",
+        help="encoder: a cached prefix is resumed from its last rows; decoder: late layers skip "
+        "the prompt before its last window. Default: both in `normal`, off in `strict`.",
         rich_help_panel=_SAMPLING,
     ),
 ]

@@ -1,11 +1,4 @@
-"""The CPU as a device: work runs inside `submit`, so every event has happened when it is made.
-
-Errors behave as on a device that works later. `submit` never raises; a queue whose work failed
-drops what follows, and so does a queue that waits for an event behind the failure. A wait on any
-event behind it raises the error. The first such wait, or `synchronize`, takes the error: from then
-on the queues accept work again. Events recorded in between stay failed, as the work before them
-never ran.
-"""
+"""The CPU as a device: its queues, its memory, and what stands for pinned buffers and graphs."""
 
 from __future__ import annotations
 
@@ -17,87 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepinfer_core.errors import KernelInputError, Unsupported
-from deepinfer_core.interfaces import Event, Queue
+from deepinfer_core.cpu.queues import CpuQueue, Takes, Threads
+from deepinfer_core.errors import Unsupported
+from deepinfer_core.interfaces import Queue
 
-__all__ = ["CpuEvent", "CpuMemory", "CpuQueue", "CpuRuntime", "Failure", "read_memory"]
+__all__ = ["CpuMemory", "CpuRuntime", "read_memory"]
 
 _QUEUE_NAMES = ("forward", "copy_in", "copy_out")
-
-
-@dataclass(slots=True)
-class Failure:
-    """An error of submitted work; it stops the queues that share it until a wait has taken it."""
-
-    error: Exception
-    taken: bool = False
-
-    def take(self) -> Exception:
-        """Let the queues go on, and return the error to raise."""
-        self.taken = True
-        return self.error
-
-
-@dataclass(frozen=True, slots=True)
-class CpuEvent:
-    """A point in a queue, passed already; `failure` is set if work before it failed."""
-
-    failure: Failure | None = None
-
-    def done(self) -> bool:
-        """Return True: work ran, or was dropped, when it was submitted."""
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return at once, or raise the error of work before the point."""
-        if self.failure is not None:
-            raise self.failure.take()
-
-
-class CpuQueue:
-    """Work in order, each piece done when `submit` returns."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Make a queue without work for tensors on `device`."""
-        self._device = device
-        self._failure: Failure | None = None
-
-    @property
-    def failure(self) -> Failure | None:
-        """What stops this queue now."""
-        if self._failure is not None and self._failure.taken:
-            self._failure = None
-        return self._failure
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run the work, or drop it while an error has not been taken.
-
-        An error of the work surfaces at a wait; KeyboardInterrupt and its like leave at once.
-        """
-        if self.failure is not None:
-            return
-        try:
-            work()
-            if self._device.type == "cuda":  # whose kernels return before they are done
-                torch.cuda.synchronize(self._device)
-        except Exception as error:
-            self._failure = Failure(error)
-
-    def record(self) -> CpuEvent:
-        """Return an event behind everything submitted so far."""
-        return CpuEvent(self.failure)
-
-    def wait_for(self, event: Event) -> None:
-        """Drop later work if work before the event failed, until the error is taken."""
-        if not isinstance(event, CpuEvent):
-            raise KernelInputError(
-                f"`event` is a {type(event).__name__}; queues of cpu wait for events of cpu only."
-            )
-        failure = event.failure
-        if failure is None or self.failure is not None:
-            return
-        # Even if a wait has taken the error: what this queue's work would read was never made.
-        self._failure = Failure(failure.error) if failure.taken else failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +32,30 @@ class CpuRuntime:
 
     Args:
         device: where tensors live. The reference ops run wherever torch does: on a GPU they check
-            its kernels, or train a small model; work is still done when `submit` returns.
+            its kernels, or train a small model; work is still done when it has returned.
+        threads: run each queue's work in a thread of its own, so that `submit` returns at once.
+            They start with the first work and end with the runtime.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, threads: bool = False) -> None:
         """Make the three queues."""
-        self._device = torch.device(device)
-        self._queues = {name: CpuQueue(self._device) for name in _QUEUE_NAMES}
+        self._device, self._threads, takes = torch.device(device), Threads(), Takes()
+        self._queues = {
+            name: CpuQueue(name, self._device, takes, self._threads) for name in _QUEUE_NAMES
+        }
+        self.set_background(threads)
+
+    def set_background(self, background: bool) -> None:
+        """Choose whether each queue's work runs in a thread, or in `submit`.
+
+        What is queued is waited for first.
+        """
+        for queue in self._queues.values():
+            if queue.background and not background:
+                queue.record().reach()
+            queue.background = background
+        if not background:
+            self._threads.close()
 
     @property
     def device(self) -> torch.device:
@@ -152,10 +88,20 @@ class CpuRuntime:
         return read_memory()
 
     def synchronize(self) -> None:
-        """Raise the error of a queue that has one; if others differ, the next call raises those."""
-        for queue in self._queues.values():
-            if queue.failure is not None:
-                raise queue.failure.take()
+        """Wait for every queue.
+
+        Raise the error of one that has one; if others differ, the next call raises those.
+        """
+        events = [queue.record() for queue in self._queues.values()]
+        for event in events:
+            event.reach()
+        for event in events:
+            if event.failure is not None and event.failure.taken_at is None:
+                raise event.failure.take()
+
+    def close(self) -> None:
+        """End the threads: what is queued is dropped, its events fail; later work starts anew."""
+        self._threads.close()
 
 
 def read_memory(root: Path = Path("/")) -> CpuMemory:

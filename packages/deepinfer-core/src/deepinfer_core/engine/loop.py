@@ -1,213 +1,353 @@
-"""The engine's loop: plan a step, launch it, settle it.
+"""The loop of one rank: while the device runs step N, plan and launch N+1 and settle N-1.
 
-Serial for now: a step is settled before the next plan.
+    device forward: |== step N ==================|== step N+1 ================|== N+2
+    copy-out:         |N-1 out|                     |N out|
+    host:             S  D I V B L  s                S  D I V B L  s
 
-plan   = scheduler.plan()           CPU decision
-ticket = worker.launch(plan)        device work queued
-scheduler.settle(plan, ticket.result())
+    S  settle N-1, critical part: wait for its results, correct lengths, end what has ended
+    D  drain: resources whose fence has passed      I  inbox: messages of other threads
+    V  vote: the kind of N+1                        B  build the plan      L  launch it
+    s  settle N-1, deferred part: what clients see and the next plan does not need
+
+`depth` says how many steps may be unsettled: 2 is the picture; 1 settles N before it plans N+1 and
+keeps only the deferred part for the time N+1 runs; 0 is the serial reference. All of them are this
+code, and yield the same tokens.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, TypeVar
 
-import torch
-from tokenizers import Tokenizer
+from deepinfer_core.engine.records import StepRecord, StepRecords
+from deepinfer_core.engine.step_ring import StepPhase, StepRing, StepWorker, WorkerStepState
+from deepinfer_core.engine.watchdog import Watchdog
+from deepinfer_core.errors import StuckStep
+from deepinfer_core.metrics import Metrics
+from deepinfer_core.plans import StepKind, StepPlan
+from deepinfer_core.scheduler.decision import Ballot, decide
+from deepinfer_core.scheduler.scheduler import Scheduler
+from deepinfer_core.scheduler.settlement import Settlement
+from deepinfer_core.types import SequenceUpdate
 
-from deepinfer_core.config import EngineConfig
-from deepinfer_core.engine.memory import MemoryPlan, plan_memory
-from deepinfer_core.engine.step_ring import StepRing
-from deepinfer_core.engine.worker import Worker
-from deepinfer_core.interfaces import KernelBackend
-from deepinfer_core.model.checkpoint import Checkpoint
-from deepinfer_core.model.config import ModelConfig
-from deepinfer_core.model.deepseek_v41 import DeepseekV41
-from deepinfer_core.model.engram import EngramHash
-from deepinfer_core.model.state import ModelState
-from deepinfer_core.model.weights import load_weights
-from deepinfer_core.scheduler.budget import SchedulerLimits
-from deepinfer_core.scheduler.scheduler import Scheduler, SchedulerCounts
-from deepinfer_core.types import FinishReason, Request, SequenceUpdate, StepKind, StepPlan
+__all__ = ["StepLoop"]
 
-__all__ = ["Engine", "EngineStats", "build_engine"]
+ResultT = TypeVar("ResultT")
 
-# Steps that may be unsettled while the next one is planned.
-# 0 is the serial loop; more needs the overlapped one.
-DEPTH = 0
-# Below this hidden size an op is done before a second thread wakes up. Demo model, two cores: 12
-# tokens/s with one thread; with two, 10 when idle and below 1 when something else runs.
-SMALL_HIDDEN = 1024
+MAX_EMPTY = 10_000
 
 
-@dataclass
-class EngineStats:
-    """Totals since the engine started. Times are wall time of steps, from plan to settlement."""
+@dataclass(slots=True)
+class _Launched:
+    """A step in flight and what is known of its times."""
 
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    steps: int = 0
-    preemptions: int = 0
+    ticket: WorkerStepState
+    record: StepRecord
+    settlement: Settlement | None = None
 
 
-class Engine:
-    """Requests in, updates out; owns the scheduler and the worker of one rank.
+class StepLoop:
+    """Plans, launches and settles; owned by one thread, which other threads reach through `post`.
 
-    Use it from one thread.
+    Attributes:
+        records: the last steps and their times.
+        metrics: counters of what the loop did.
+        watchdog: deadlines.
     """
 
     def __init__(
-        self, model_config: ModelConfig, memory: MemoryPlan, scheduler: Scheduler, worker: Worker
-    ):
-        """Take over the parts that `build_engine` made."""
-        self.model_config, self.memory = model_config, memory
-        self.limits = scheduler.limits
-        self.stats = EngineStats()
-        self._scheduler, self._worker, self._ring = scheduler, worker, StepRing()
+        self,
+        scheduler: Scheduler,
+        worker: StepWorker,
+        *,
+        depth: int = 2,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        watchdog: Watchdog | None = None,
+        vote: Callable[[Ballot], StepKind] | None = None,
+    ) -> None:
+        """Start with nothing in flight.
+
+        Args:
+            scheduler: decides; the loop alone calls it from now on.
+            worker: runs steps.
+            depth: steps that may be unsettled, 0 to 2.
+            clock: ns; deadlines of requests are on it.
+            watchdog: None makes one with its defaults.
+            vote: decides the kind of a step from this rank's ballot, with others maybe.
+        """
+        assert 0 <= depth <= 2, f"depth {depth}"
+        self.scheduler, self.worker, self.depth = scheduler, worker, depth
+        self.records, self.metrics = StepRecords(), Metrics()
+        self.watchdog = watchdog or Watchdog()
+        self._clock = clock
+        self._vote = vote or self._decide_alone
+        self._ring = StepRing()
+        self._launched: deque[_Launched] = deque()  # unsettled, oldest first: as in the ring
+        self._settled: deque[_Launched] = deque()  # their clients were not told yet
+        self._inbox: deque[tuple[Future[Any], Callable[[], object]]] = deque()
+        self._after_idle = True
+        self._last_settled_ns = 0
+        self._fault: tuple[int, str] | None = None  # the last step that failed, and how
+        self._num_empty = 0  # iterations in a row that had requests and did nothing
+        self._dead: StuckStep | None = None
+
+    # Any thread
+
+    def post(self, message: Callable[[], ResultT]) -> Future[ResultT]:
+        """Let the loop call `message` before it plans the next step; from any thread.
+
+        Returns:
+            What the call returns or raises, once it was made; an error harms nobody else.
+        """
+        answer: Future[ResultT] = Future()
+        self._inbox.append((answer, message))
+        return answer
+
+    # The loop's thread
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live or an update not fetched."""
-        return self._scheduler.has_work
+        """Whether `iterate` has something to do or to tell."""
+        scheduler = self.scheduler
+        return bool(self._inbox or self._settled or scheduler.has_work or not scheduler.idle)
 
     @property
-    def counts(self) -> SchedulerCounts:
-        """How many requests and blocks are where."""
-        return self._scheduler.counts()
+    def num_unsettled(self) -> int:
+        """Steps in flight."""
+        return len(self._ring)
 
-    def submit(self, request: Request) -> None:
-        """Take a request.
+    def iterate(self) -> tuple[SequenceUpdate, ...]:
+        """Do one iteration; returns what became known of requests, oldest first.
+
+        A device error ends the requests of its step, and of steps launched behind it, each with an
+        error; the others go on. Hold Ctrl-C back while it runs (`engine.interrupt`): one that
+        strikes inside the books may leave them in disorder.
 
         Raises:
-            RequestError: it can never run.
-            DuplicateRequest: its client id is in use.
+            StuckStep: a step did not end; the loop is of no use afterwards.
         """
-        self._scheduler.submit(request)
-
-    def abort(self, client_id: str) -> bool:
-        """End a request at once; False when no live request has this id."""
-        return self._scheduler.abort(client_id)
-
-    def finish(self, uid: int, reason: FinishReason) -> None:
-        """End a request whose text is complete, such as by a stop string. No update follows."""
-        self._scheduler.finish(uid, reason)
-
-    def step(self) -> tuple[SequenceUpdate, ...]:
-        """Run one iteration of the loop; returns what became known of requests.
-
-        A device error ends the requests of its step, each with an error; the others go on.
-        """
-        began = time.perf_counter()
-        self._scrub()
-        updates: tuple[SequenceUpdate, ...] = ()
+        if self._dead is not None:
+            raise self._dead
+        updates: list[SequenceUpdate] = []
         try:
-            plan = self._scheduler.plan()
-            if plan is None:
-                return self._scheduler.pop_updates()
-            self._ring.push(self._worker.launch(plan))
-            while len(self._ring) > DEPTH:
-                updates += self._settle()
-        except BaseException as error:  # a fault of ours, or Ctrl-C: the books stay in order
-            self._ring.clear()
-            self._scheduler.abandon(f"The step was cut off ({type(error).__name__}).", updates)
+            self._iterate(updates)
+            if not self.scheduler.has_requests:  # else its last results waited for the next one
+                self._wind_down(updates)
+        except BaseException as error:  # a fault of ours: what is known is kept
+            self._abandon(error, updates)
             raise
-        self._count(plan, time.perf_counter() - began)
-        return updates
+        updates += self.scheduler.pop_updates()
+        return tuple(updates)
 
-    def audit(self) -> None:
-        """Check the books of blocks, slots and tokens in flight.
+    def flush(self) -> tuple[SequenceUpdate, ...]:
+        """Bring the rank to "nothing in flight"; returns what became known of requests.
 
-        Raises:
-            AssertionError: they differ; it says where.
+        No step is planned meanwhile. Afterwards there is no unsettled step, no token in flight and,
+        but for transfers under way, no deferred release.
         """
-        self._scheduler.audit()
-
-    def close(self) -> None:
-        """Wait for the device; the engine is not used afterwards."""
-        self._worker.backend.runtime.synchronize()
-
-    def _settle(self) -> tuple[SequenceUpdate, ...]:
-        ticket = self._ring.pop()
+        if self._dead is not None:
+            raise self._dead
+        updates: list[SequenceUpdate] = []
         try:
-            result = ticket.result()
+            self._wind_down(updates)
+        except BaseException as error:
+            self._abandon(error, updates)
+            raise
+        updates += self.scheduler.pop_updates()
+        return tuple(updates)
+
+    # One iteration
+
+    def _iterate(self, updates: list[SequenceUpdate]) -> None:
+        clock, scheduler = self._clock, self.scheduler
+        begin = clock()
+        while len(self._ring) >= max(self.depth, 1):
+            self._settle_oldest(updates)
+        if self.depth == 0:
+            self._tell(updates)
+        settled = clock()
+        masked = self._launch_late_sampling()
+        now = masked or settled
+        scheduler.drain(now)
+        self._scrub(updates)
+        drained = clock()
+        while self._inbox:
+            _answer(*self._inbox.popleft())
+        inbox = clock()
+        kind = self._vote(scheduler.ballot())
+        voted = clock()
+        plan = scheduler.plan(kind)
+        built = clock()
+        if plan is None:
+            if self._ring:  # nothing new can run before something is settled
+                self._settle_oldest(updates)
+            else:
+                self._after_idle = True
+                self._check_stall()
+        else:
+            self._num_empty = 0
+            record = StepRecord.of(plan, begin)
+            record.settled_ns, record.masked_ns, record.drained_ns = settled, masked, drained
+            record.inbox_ns, record.voted_ns, record.built_ns = inbox, voted, built
+            self._launch(plan, record)
+        self._tell(updates)
+
+    def _launch(self, plan: StepPlan, record: StepRecord) -> None:
+        ticket, alone = self.worker.launch(plan), not self._ring
+        self._ring.push(ticket)
+        self._launched.append(_Launched(ticket, record))
+        self.records.append(record)
+        if alone and plan.output.delays_sampling:
+            self.worker.launch_sampling(ticket, self.scheduler.masks(plan))
+        record.launched_ns = self._clock()
+        record.after_idle, self._after_idle = self._after_idle, False
+
+    def _settle_oldest(self, updates: list[SequenceUpdate]) -> None:
+        """Wait for the oldest step and apply its result; an error of its work ends its requests."""
+        launched = self._launched[0]
+        plan, record = launched.ticket.plan, launched.record
+        record.wait_begin_ns = self._clock()
+        try:
+            result = launched.ticket.result(self.watchdog.timeout_s(plan.output.num_rows))
+        except TimeoutError as error:
+            raise self.watchdog.stuck(plan, self.records) from error
         except AssertionError:
             raise  # a fault of ours; nobody should go on as if nothing had happened
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            sentence = f"Step {ticket.plan.output.step_seq} failed on the device ({what})."
-            return self._scheduler.fail(ticket.plan, sentence)
-        return self._scheduler.settle(ticket.plan, result)
+            self._pop()
+            self._tell(updates)
+            updates += self.scheduler.fail(plan, self._blame(plan.output.step_seq, error))
+            return
+        record.wait_end_ns = self._clock()
+        self._pop()
+        launched.settlement = self.scheduler.settle(plan, result)
+        self._settled.append(launched)
+        record.settle_end_ns = self._clock()
 
-    def _scrub(self) -> None:
-        """Zero what requests with non-finite values left behind, and take it back into use."""
-        if scrub := self._scheduler.scrub():
-            self._worker.scrub(scrub.blocks, scrub.slots)
-            self._scheduler.scrubbed(scrub)
+    def _blame(self, step_seq: int, error: Exception) -> str:
+        """Return what befell a step: it failed, or was dropped behind one that did."""
+        what = f"{type(error).__name__}: {error}"
+        if self._fault is not None and self._fault == (step_seq - 1, what):
+            self._fault = (step_seq, what)
+            return f"Step {step_seq} was not run: a step before it failed on the device ({what})."
+        self._fault = (step_seq, what)
+        return f"Step {step_seq} failed on the device ({what})."
 
-    def _count(self, plan: StepPlan, seconds: float) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.preemptions = self._scheduler.num_preemptions
-        if plan.output.kind is StepKind.PREFILL:
-            stats.prefill_tokens += plan.output.num_rows
-            stats.prefill_seconds += seconds
-        else:
-            stats.decode_tokens += plan.output.num_rows
-            stats.decode_seconds += seconds
+    def _pop(self) -> None:
+        self._ring.pop()
+        self._launched.popleft()
+
+    def _launch_late_sampling(self) -> int:
+        """Launch the sampling that waited for the settlement of the step before; the instant."""
+        oldest = next(iter(self._ring), None)
+        if oldest is None or oldest.out_done is not None:
+            return 0
+        self.worker.launch_sampling(oldest, self.scheduler.masks(oldest.plan))
+        return self._clock()
+
+    def _tell(self, updates: list[SequenceUpdate]) -> None:
+        """Do the deferred part of what is settled."""
+        while self._settled:
+            launched = self._settled[0]
+            settlement, record = launched.settlement, launched.record
+            assert settlement is not None, f"step {record.step_seq} is not settled"
+            record.deferred_begin_ns = self._clock()
+            updates += settlement.updates()
+            self._settled.popleft()  # told: an error from here on must not tell it again
+            settlement.publish()
+            record.device = launched.ticket.times()
+            launched.ticket.phase = StepPhase.RETIRED
+            record.deferred_end_ns = self._clock()
+            self._observe(launched, settlement)
+
+    def _observe(self, launched: _Launched, settlement: Settlement) -> None:
+        record, plan = launched.record, launched.ticket.plan
+        if record.device is not None:
+            begin, end = record.device.forward
+            self.scheduler.observe(settlement.step, end - begin)
+        self.records.judge(record)
+        self.metrics.observe_step(record)
+        self.metrics.observe_settled(plan, settlement.result)
+        begin = max(self._last_settled_ns, record.built_ns)
+        self._last_settled_ns = record.wait_end_ns
+        self.watchdog.observed((record.wait_end_ns - begin) * 1e-9, plan.output.num_rows)
+        host_ns = record.launched_ns - record.begin_ns - self.records.waited_ns(record)
+        self.watchdog.host_ran(host_ns * 1e-9)
+        if report := self.watchdog.settled(plan, settlement.result):
+            warnings.warn(report, RuntimeWarning, stacklevel=2)
+
+    def _wind_down(self, updates: list[SequenceUpdate]) -> None:
+        """Settle all steps in order, tell their clients, and return every resource."""
+        while self._ring:
+            self._settle_oldest(updates)
+            self._launch_late_sampling()
+            self._tell(updates)
+        self._tell(updates)
+        self.scheduler.drain(self._clock())
+        self._scrub(updates)
+        self._after_idle = True
+
+    def _abandon(self, error: BaseException, updates: list[SequenceUpdate]) -> None:
+        """Leave the books in order: what is known is kept, what is in flight has failed."""
+        if isinstance(error, StuckStep):
+            self._dead = error
+        while self._settled:
+            settlement = self._settled.popleft().settlement
+            updates += () if settlement is None else settlement.updates()
+        in_flight = list(self._ring)
+        self._ring.clear()
+        self._launched.clear()
+        sentence = f"The step was cut off ({type(error).__name__})."
+        self.scheduler.abandon(sentence, updates)
+        if self._dead is None:
+            self._outwait(in_flight)
+
+    def _outwait(self, tickets: list[WorkerStepState]) -> None:
+        """Wait for steps whose results nobody wants, so that their buffers are free again."""
+        for ticket in tickets:
+            with suppress(Exception):  # their requests were told already
+                if ticket.out_done is None:
+                    self.worker.launch_sampling(ticket, {})
+                ticket.result(self.watchdog.timeout_s(ticket.plan.output.num_rows))
+
+    def _check_stall(self) -> None:
+        """Fail rather than spin when requests wait for something that cannot happen."""
+        scheduler = self.scheduler
+        if scheduler.has_requests and not scheduler.waits_for_others:
+            self._num_empty += 1
+            assert self._num_empty < MAX_EMPTY, (
+                f"nothing could be planned {MAX_EMPTY} times in a row: {scheduler.counts()}"
+            )
+
+    def _scrub(self, updates: list[SequenceUpdate]) -> None:
+        """Zero what requests with non-finite values left behind, and take it back into use.
+
+        Not behind steps in flight: where one of them fails, the device drops what follows.
+        """
+        if scrub := self.scheduler.scrub():
+            while self._ring:
+                self._settle_oldest(updates)
+                self._launch_late_sampling()
+            self.worker.scrub(scrub.blocks, scrub.slots)
+            self.scheduler.scrubbed(scrub)
+
+    def _decide_alone(self, ballot: Ballot) -> StepKind:
+        return decide(ballot, self.scheduler.limits.prefill_run_max)
 
 
-def build_engine(
-    config: EngineConfig, backend: KernelBackend, folder: Path, tokenizer: Tokenizer | None
-) -> Engine:
-    """Load a model folder and make everything a rank needs.
-
-    Args:
-        config: options.
-        backend: ops of the device.
-        folder: the model.
-        tokenizer: that of the folder; Engram's hashes are made of it.
-
-    Raises:
-        ConfigError: `config.json`, `tokenizer.json` or an option does not fit.
-        CheckpointError: the weights cannot be used.
-    """
-    model_config = ModelConfig.from_folder(folder)
-    _set_threads(model_config, config, backend)
-    engram = EngramHash.of_folder(model_config, folder, tokenizer, backend.runtime.device)
-    with Checkpoint.open(folder, model_config) as checkpoint:
-        plan_memory(model_config, config, backend).check()  # before reading what will not fit
-        weights = load_weights(checkpoint, model_config, backend)
-    memory = plan_memory(model_config, config, backend, weights_loaded=True)
-    memory.check()
-    state = ModelState.allocate(model_config, backend, memory.sizes)
-    model = DeepseekV41(model_config, weights, engram, backend.runtime.device)
-    scheduler = Scheduler(_limits(model_config, config, memory))
-    return Engine(model_config, memory, scheduler, Worker(backend, model, state))
-
-
-def _set_threads(model: ModelConfig, config: EngineConfig, backend: KernelBackend) -> None:
-    if backend.runtime.device.type != "cpu":
+def _answer(answer: Future[Any], message: Callable[[], object]) -> None:
+    """Call a message for its sender, who may have given up."""
+    if not answer.set_running_or_notify_cancel():
         return
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    elif model.hidden_size < SMALL_HIDDEN:
-        torch.set_num_threads(1)
-
-
-def _limits(model: ModelConfig, config: EngineConfig, memory: MemoryPlan) -> SchedulerLimits:
-    sizes = memory.sizes
-    return SchedulerLimits(
-        block_size=sizes.block_size,
-        num_blocks=sizes.num_blocks,
-        num_slots=sizes.num_slots,
-        max_model_len=sizes.max_len,
-        max_step_tokens=config.max_step_tokens,
-        max_chunk_tokens=config.max_step_tokens,
-        window=model.sliding_window,
-        history_len=max(model.engram_max_ngram_size - 1, 0),
-        max_drafts=sizes.max_drafts,
-        prefill_run_max=config.prefill_run_max,
-    )
+    try:
+        answer.set_result(message())
+    except BaseException as error:
+        answer.set_exception(error)
+        if not isinstance(error, Exception):  # Ctrl-C is for the loop as well
+            raise

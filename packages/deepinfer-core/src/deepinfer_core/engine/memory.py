@@ -69,8 +69,8 @@ class MemoryPlan:
 
     @property
     def state_bytes(self) -> int:
-        """All slots, the scratch slot included."""
-        return (self.sizes.num_slots + 1) * sum(self.slot_bytes.values())
+        """All slots: of sequences, of stored window states, and the scratch slot."""
+        return (self.sizes.scratch_slot + 1) * sum(self.slot_bytes.values())
 
     @property
     def num_tokens(self) -> int:
@@ -80,18 +80,22 @@ class MemoryPlan:
     def table(self) -> list[tuple[str, str, str]]:
         """Return lines of (what, how much, why) for a terminal."""
         sizes = self.sizes
-        stored = "as stored, text model without drafter and vision"
         lines = [
-            ("weights", size_text(self.weights), stored),
+            (
+                "weights",
+                size_text(self.weights),
+                "as stored, text model without drafter and vision",
+            ),
             ("Engram tables", size_text(self.mapped), "stay in their files, read by row"),
         ]
         for pool in POOLS:
             count, per_token = sizes.num_blocks[pool], self.entry_bytes[pool]
             note = f"{count} + 1 blocks of {sizes.block_size} tokens, {per_token:g} B per token"
             lines.append((f"blocks: {pool}", size_text((count + 1) * self.block_bytes[pool]), note))
+        stored = f" + {sizes.num_stored} stored" if sizes.num_stored else ""
         for part, size in self.slot_bytes.items():
-            note = f"{sizes.num_slots} + 1 slots of {size_text(size)}"
-            lines.append((f"slots: {part}", size_text((sizes.num_slots + 1) * size), note))
+            note = f"{sizes.num_slots}{stored} + 1 slots of {size_text(size)}"
+            lines.append((f"slots: {part}", size_text((sizes.scratch_slot + 1) * size), note))
         total = self.weights + self.cache_bytes + self.state_bytes
         return [
             *lines,
@@ -138,12 +142,19 @@ def plan_memory(
             f"a multiple of {backend.block_multiple}."
         )
     entry_bytes, block_bytes = _block_bytes(model, config, backend)
-    empty = StateSizes(config.max_sequences, dict.fromkeys(POOLS, 0), config.block_size, max_len, 0)
+    empty = StateSizes(
+        num_slots=config.max_sequences,
+        num_blocks=dict.fromkeys(POOLS, 0),
+        block_size=config.block_size,
+        max_len=max_len,
+        max_drafts=0,
+        num_stored=config.stored_windows,
+    )
     slot_bytes = _slot_bytes(model, backend, empty)
     weights, mapped = _weight_bytes(model)
     free = backend.runtime.memory().free
     held = 0 if weights_loaded else weights
-    slots = (config.max_sequences + 1) * sum(slot_bytes.values())
+    slots = (empty.scratch_slot + 1) * sum(slot_bytes.values())
     budget = _Budget(free, held, slots)
     num_blocks, shortage = _num_blocks(config, empty, sum(block_bytes.values()), budget)
     return MemoryPlan(

@@ -15,18 +15,22 @@ from collections.abc import Callable, Sequence
 
 from deepinfer_core.engine.tokenizer import TextDecoder
 from deepinfer_core.errors import RequestError
-from deepinfer_core.types import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    SequenceUpdate,
-    TokenLogprob,
-)
+from deepinfer_core.types import FinishReason, Request, RequestOutput, SequenceUpdate, TokenLogprob
 
 __all__ = ["OutputBuilder", "StopMatcher", "Watcher", "refused"]
 
-# Sees each token as it comes and says whether the request is to end behind it.
-Watcher = Callable[[int, TokenLogprob | None], bool]
+# Sees each token as it comes, and how much of the prompt was cached; says whether the request is to
+# end behind it.
+Watcher = Callable[[int, TokenLogprob | None, int], bool]
+
+
+# (encoder side, decoder side) -> what is told
+_REPLAY = {
+    (False, False): "off",
+    (True, False): "encoder",
+    (False, True): "decoder",
+    (True, True): "both",
+}
 
 
 def refused(error: RequestError, index: int, client_id: str) -> RequestOutput:
@@ -96,7 +100,7 @@ class OutputBuilder:
         index: int,
         decoder: TextDecoder | None,
         *,
-        bounded_replay: str,
+        skips_rows: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
         """Start with nothing produced.
@@ -105,13 +109,15 @@ class OutputBuilder:
             request: whose output it is.
             index: its place in the caller's list.
             decoder: a fresh one; without it the text stays empty.
-            bounded_replay: what the prefill really uses, `off` or `decoder`.
+            skips_rows: late layers skip rows of its prompt.
             watcher: may end the request after any token.
         """
         self._watcher = watcher
         self._request = request
         self._index = index
-        self._bounded_replay = bounded_replay
+        self._skips_rows = skips_rows
+        self._replayed = False
+        self._num_cached = 0
         self._decoder = decoder
         self._matcher = StopMatcher(request.params.stop)
         self._token_ids: list[int] = []
@@ -135,6 +141,7 @@ class OutputBuilder:
             the update ended it as well. Tokens behind that one are dropped.
         """
         self._num_preemptions = update.num_preemptions
+        self._num_cached, self._replayed = update.num_cached_tokens, update.replayed
         for item in update.prompt_logprobs:
             self._prompt_logprobs[item.position] = item.value
         for place, token_id in enumerate(update.token_ids):
@@ -144,7 +151,7 @@ class OutputBuilder:
             stopped = self._take_text(token_id)
             if self._watcher is not None:
                 logprob = self._logprobs[-1] if update.logprobs else None
-                stopped = self._watcher(token_id, logprob) or stopped
+                stopped = self._watcher(token_id, logprob, self._num_cached) or stopped
             if stopped:
                 self._finish_reason = FinishReason.STOP
                 return True
@@ -222,6 +229,7 @@ class OutputBuilder:
             error=self._error,
             error_code=self._error_code,
             determinism="strict" if self._request.strict else "normal",
-            bounded_replay=self._bounded_replay,
+            bounded_replay=_REPLAY[self._replayed, self._skips_rows],
             num_preemptions=self._num_preemptions,
+            num_cached_tokens=self._num_cached,
         )

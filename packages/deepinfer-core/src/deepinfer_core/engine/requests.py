@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from deepinfer_core.config import EngineConfig, did_you_mean
@@ -81,13 +82,14 @@ class RequestReader:
             seed=_seed(self._config.seed, uid) if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_token_ids).union(ends),
             strict=strict,
-            replay_decoder=_replays(params, strict),
+            replay_encoder=_replays(params, strict, "encoder"),
+            replay_decoder=_replays(params, strict, "decoder"),
+            deadline_ns=_deadline_ns(params.timeout_s),
         )
 
-    def replay_in_use(self, request: Request) -> str:
+    def skips_rows(self, request: Request) -> bool:
         """Say whether late layers really skip rows: not if the prompt fits into one window."""
-        used = len(request.prompt_token_ids) > self._model.sliding_window
-        return "decoder" if request.replay_decoder and used else "off"
+        return request.replay_decoder and len(request.prompt_token_ids) > self._model.sliding_window
 
     def check_id(self, name: str, value: object) -> int:
         """Return a token id, or raise `RequestError` that names the field it stands in."""
@@ -192,17 +194,23 @@ def _wrong_type(name: str, value: object, allowed: str) -> RequestError:
     return RequestError(f"`{name}` is of type {kind}; it must be {allowed}.", param=name)
 
 
-def _replays(params: SamplingParams, strict: bool) -> bool:
-    """Whether late layers may skip the prompt before its last window."""
+def _replays(params: SamplingParams, strict: bool, side: str) -> bool:
+    """Whether a request may use replay on a side, `encoder` or `decoder`."""
     if not strict and params.prompt_logprobs is None:
-        return params.bounded_replay != "off"
-    if params.bounded_replay == "decoder":
+        return params.bounded_replay in (None, "both", side)
+    if params.bounded_replay in ("both", side):
         exact = "`determinism` 'strict'" if strict else "`prompt_logprobs`"
         raise RequestError(
-            f"`bounded_replay` is 'decoder', but {exact} needs the exact prefill; use 'off'.",
+            f"`bounded_replay` is {params.bounded_replay!r}, but {exact} needs the exact prefill; "
+            "use 'off'.",
             param="bounded_replay",
         )
     return False
+
+
+def _deadline_ns(timeout_s: float | None) -> int | None:
+    """Return the instant on the loop's clock at which a request of now has to end."""
+    return None if timeout_s is None else time.perf_counter_ns() + round(timeout_s * 1e9)
 
 
 def _seed(engine_seed: int, uid: int) -> int:

@@ -1,76 +1,94 @@
 """One rank's device side: sends a plan, runs the model, samples, hands back a ticket.
 
 All state on the device is written by work on the forward queue, in the order of launches; the host
-only sends immutable plans. So no write can overtake an earlier step's read.
+only sends immutable plans, through a ring of buffers. So no write can overtake an earlier step's
+read. `engine/forward.py` is what that work does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from deepinfer_core.engine.sampler import Sampler, StagedSampling
-from deepinfer_core.engine.stage import PLACEHOLDER, PromptRows, StagedStep, stage
-from deepinfer_core.engine.step_ring import WorkerStepState
-from deepinfer_core.interfaces import KernelBackend
-from deepinfer_core.model.batch import RowBatch
+from deepinfer_core.engine.drafting import Drafter
+from deepinfer_core.engine.forward import Forward, StepForward
+from deepinfer_core.engine.mirror import GrowingMirror, Parts
+from deepinfer_core.engine.results import ResultBuffers, StepOutput
+from deepinfer_core.engine.sampler import Sampler
+from deepinfer_core.engine.stage import (
+    FINAL_CHUNK,
+    VERIFY,
+    StagedStep,
+    StepBuffers,
+)
+from deepinfer_core.engine.step_ring import DeviceTimes, WorkerStepState
+from deepinfer_core.interfaces import Event, KernelBackend
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
 from deepinfer_core.model.state import ModelState
-from deepinfer_core.types import (
-    PromptLogprob,
-    RowStatus,
-    StepPlan,
-    StepResult,
-    TokenLogprob,
-)
+from deepinfer_core.plans import StepPlan, StepResult
 
-__all__ = ["CarryState", "Worker"]
+__all__ = ["Worker"]
 
-# Prompt rows whose logits exist at a time: a row of them is as wide as the vocabulary.
-PROMPT_PIECE = 64
+# Steps that can be unsettled, the one that is built, and the one whose clients are being told.
+RING_BEYOND_DEPTH = 2
 
 
-@dataclass(frozen=True)
-class CarryState:
-    """What a step leaves for the next; satisfies `interfaces.Carry`."""
+@dataclass
+class _Place:
+    """One place of the ring: buffers of fixed address, and the step that uses them.
 
-    tokens: Tensor
-    start: Tensor
-    tag: Tensor
+    Attributes:
+        staged, forward, output: of that step; they keep what its queues may still read.
+        begun, ended: before and behind the step's work on copy-in, forward and copy-out.
+        stalled: behind its model and before its sampling, where they were launched apart.
+    """
 
+    buffers: StepBuffers
+    masks: GrowingMirror
+    results: ResultBuffers
+    ticket: WorkerStepState | None = None
+    staged: StagedStep | None = None
+    forward: StepForward | None = None
+    output: StepOutput | None = None
+    begun: list[Event] = field(default_factory=list)
+    ended: list[Event] = field(default_factory=list)
+    stalled: list[Event] = field(default_factory=list)
 
-@dataclass(frozen=True)
-class _Scores:
-    """Log-probabilities of n tokens and of the best ones at their places, on the device."""
+    def take(self) -> None:
+        """Make it ready for the next step."""
+        if self.ticket is not None:
+            events = (self.ticket.forward_done, self.ticket.out_done)
+            assert all(event is not None and event.done() for event in events), (
+                f"step {self.ticket.plan.output.step_seq} still uses its place in the ring: settle "
+                "it before so many more are launched"
+            )
+        self.ticket = self.staged = self.forward = self.output = None
+        self.begun, self.ended, self.stalled = [], [], []
 
-    token_ids: Tensor
-    chosen: Tensor
-    best_ids: Tensor
-    best: Tensor
+    def collect(self, staged: StagedStep) -> StepResult:
+        """Return the result of the step, which must still have this place."""
+        assert self.staged is staged, (
+            f"the result of step {staged.plan.output.step_seq} was overwritten: collect it before "
+            "its place in the ring is used again"
+        )
+        return self.results.collect(staged)
 
-    def to_host(self, num_top: Sequence[int]) -> list[TokenLogprob]:
-        """Copy them, with `num_top[i]` alternatives of the i-th."""
-        columns = (self.token_ids, self.chosen, self.best_ids, self.best)
-        rows = zip(*(column.tolist() for column in columns), num_top, strict=True)
-        return [
-            TokenLogprob(token, value, tuple(zip(ids[:count], values[:count], strict=True)))
-            for token, value, ids, values, count in rows
-        ]
-
-
-@dataclass(frozen=True)
-class _Output:
-    """A step's results on the device; `scored` are places in the plan, in the order of `scores`."""
-
-    start: Tensor
-    status: Tensor
-    token_ids: Tensor
-    scored: Sequence[int]
-    scores: _Scores | None
-    prompt_scores: Mapping[int, _Scores]
+    def times(self, staged: StagedStep) -> DeviceTimes | None:
+        """Return when the step's parts ran; None where that is not known, or not any more."""
+        if self.staged is not staged:
+            return None
+        stamps = [(a.time_ns, b.time_ns) for a, b in zip(self.begun, self.ended, strict=True)]
+        known = [(a, b) for a, b in stamps if a is not None and b is not None]
+        if len(known) < len(stamps):
+            return None
+        copy_in, forward, copy_out = known
+        stalled = [event.time_ns for event in self.stalled if event.time_ns is not None]
+        stalled_ns = stalled[1] - stalled[0] if len(stalled) == 2 else 0
+        return DeviceTimes(copy_in, forward, copy_out, stalled_ns)
 
 
 class Worker:
@@ -80,144 +98,159 @@ class Worker:
         backend: ops; its runtime's queues carry the work.
         model: weights and forward pass.
         state: caches and slots of all sequences.
+        max_rows: most rows of a step, replayed ones included.
+        depth: most steps that are unsettled at a time.
+        drafter: proposes drafts, or None.
     """
 
-    def __init__(self, backend: KernelBackend, model: DeepseekV41, state: ModelState):
-        """Start with an empty carry."""
+    def __init__(
+        self,
+        backend: KernelBackend,
+        model: DeepseekV41,
+        state: ModelState,
+        *,
+        max_rows: int,
+        depth: int = 0,
+        drafter: Drafter | None = None,
+    ):
+        """Start with nothing in flight."""
         self.backend, self.model, self.state = backend, model, state
-        self._device = backend.runtime.device
-        self._sampler = Sampler(state.sizes.num_slots, model.config.vocab_size, self._device)
-        self._carry: CarryState | None = None
+        runtime, sizes = backend.runtime, state.sizes
+        # A slot that keeps a stored window now may be a sequence's later.
+        num_slots = sizes.num_slots + sizes.num_stored
+        self._sampler = Sampler(num_slots, model.config.vocab_size, runtime.device)
+        self._forward = Forward(backend, model, state, self._sampler, drafter)
+        self._copy_in, self._queue = runtime.queue("copy_in"), runtime.queue("forward")
+        self._copy_out = runtime.queue("copy_out")
+        self._ring = [
+            _Place(
+                StepBuffers(
+                    runtime,
+                    sizes,
+                    max_rows=max_rows,
+                    window=model.config.sliding_window,
+                    drafting=drafter is not None,
+                ),
+                GrowingMirror(runtime, torch.int32),
+                ResultBuffers(runtime, sizes, None if drafter is None else drafter.num_drafts),
+            )
+            for _ in range(depth + RING_BEYOND_DEPTH)
+        ]
+        self._num_launched = 0
+        self._unsampled: _Place | None = None  # its step waits for masks
+        self._launching: _Place | None = None  # left set when a launch is cut off, as by Ctrl-C
 
     def launch(self, plan: StepPlan) -> WorkerStepState:
         """Queue a step and return its ticket.
 
-        Returns at once where the device has queues of its own; on the CPU the work is done then.
+        Returns at once where the device has queues of its own, else when the work is done. With
+        `plan.output.delays_sampling` all but its sampling is queued.
         """
-        runtime = self.backend.runtime
-        copy_in, forward = runtime.queue("copy_in"), runtime.queue("forward")
-        copy_out = runtime.queue("copy_out")
-        staged: list[tuple[StagedStep, StagedSampling]] = []
-        produced: list[_Output] = []
-        results: list[StepResult] = []
-        copy_in.submit(lambda: staged.append(self._stage(plan)))
-        forward.wait_for(copy_in.record())
-        forward.submit(lambda: produced.append(self._run(*staged[0])))
-        forward_done = forward.record()
-        copy_out.wait_for(forward_done)
-        copy_out.submit(lambda: results.append(_to_host(plan, produced[0])))
-        return WorkerStepState(plan, forward_done, copy_out.record(), lambda: results[0])
+        self._clear()
+        place = self._ring[self._num_launched % len(self._ring)]
+        place.take()
+        self._launching, number = place, self._num_launched
+        self._num_launched += 1
+        staged = place.staged = place.buffers.stage(plan, self._sampler)
+        place.ticket = ticket = WorkerStepState(
+            plan, None, None, lambda: place.collect(staged), lambda: place.times(staged)
+        )
+        place.begun.append(self._copy_in.record())
+        self._copy_in.submit(place.buffers.send)
+        sent = self._copy_in.record()
+        place.ended.append(sent)
+        self._queue.wait_for(sent)
+        place.begun.append(self._queue.record())
+
+        def forward() -> None:
+            place.forward = self._forward.run(staged, number)
+
+        self._queue.submit(forward)
+        if plan.output.delays_sampling:
+            place.stalled.append(self._queue.record())
+            self._unsampled, self._launching = place, None
+        else:
+            self._launch_sampling(place, None)
+        return ticket
+
+    def launch_sampling(self, ticket: WorkerStepState, masks: Mapping[int, np.ndarray]) -> None:
+        """Queue the sampling of a step that delays it; it is the step launched last.
+
+        Args:
+            ticket: the step's; its events are set here.
+            masks: place in the plan -> [1 + drafts, ceil(V / 32)] int32, the tokens allowed at each
+                position, as `SampleInputs.mask` states them. Other rows may yield any token.
+        """
+        place = self._unsampled
+        assert place is not None and place.ticket is ticket, (
+            f"step {ticket.plan.output.step_seq} does not wait for its sampling"
+        )
+        self._unsampled, self._launching = None, place
+        if masks:
+            place.masks.fill(_mask_rows(ticket.plan, masks))
+            self._copy_in.submit(place.masks.send)
+            self._queue.wait_for(self._copy_in.record())
+        place.stalled.append(self._queue.record())
+        self._launch_sampling(place, place.masks if masks else None)
 
     def scrub(self, blocks: Mapping[str, Sequence[int]], slots: Sequence[int]) -> None:
         """Zero blocks and slots whose content is not finite, before any later step."""
-        self.backend.runtime.queue("forward").submit(lambda: self.state.scrub(blocks, slots))
+        self._queue.submit(lambda: self.state.scrub(blocks, slots))
 
-    def _stage(self, plan: StepPlan) -> tuple[StagedStep, StagedSampling]:
-        window = self.model.config.sliding_window
-        return stage(plan, window, self._device), self._sampler.stage(plan)
+    def close(self) -> None:
+        """Wait for all work and end what works in the background; later work starts it anew."""
+        try:
+            self.backend.runtime.synchronize()
+        finally:
+            self.backend.runtime.close()
+            for place in self._ring:  # a ticket and its place refer to one another
+                place.ticket = None
 
-    @torch.no_grad()
-    def _run(self, step: StagedStep, sampling: StagedSampling) -> _Output:
-        backend = self.backend.with_strict(step.plan.output.strict)
-        self._apply_deltas(step)
-        self._sampler.admit(sampling)
-        first, start, status = backend.correct_inputs(
-            step.first_tokens.unsqueeze(-1), step.start, step.uids, step.remap, self._carry
+    def _launch_sampling(self, place: _Place, masks: GrowingMirror | None) -> None:
+        def sample() -> None:
+            assert place.forward is not None
+            place.output = self._forward.sample(place.forward, masks)
+
+        def copy_out() -> None:
+            assert place.output is not None
+            place.results.copy(place.output)
+
+        ticket = place.ticket
+        assert ticket is not None
+        self._queue.submit(sample)
+        ticket.forward_done = self._queue.record()
+        self._copy_out.wait_for(ticket.forward_done)
+        place.begun.append(self._copy_out.record())
+        self._copy_out.submit(copy_out)
+        ticket.out_done = self._copy_out.record()
+        place.ended += [ticket.forward_done, ticket.out_done]
+        self._launching = None
+
+    def _clear(self) -> None:
+        """Wait for what was queued of a step whose launch was cut off; nobody has its ticket."""
+        if self._unsampled is not None:  # cut off before its sampling
+            self._launching, self._unsampled = self._unsampled, None
+        if self._launching is None:
+            return
+        for queue in (self._copy_in, self._queue, self._copy_out):
+            with suppress(Exception):  # nobody waits for its result
+                queue.record().wait()
+        self._launching.ticket = None
+        self._launching = None
+
+
+def _mask_rows(plan: StepPlan, masks: Mapping[int, np.ndarray]) -> Parts:
+    """Return the sampled rows that have masks, and these: [n] and [n, words] int32."""
+    rows = plan.rows
+    sampled = np.where(rows.phase == VERIFY, rows.num_rows, rows.phase == FINAL_CHUNK)
+    first = np.cumsum(sampled) - sampled
+    for place, mask in masks.items():
+        assert len(mask) == sampled[place], (
+            f"sequence {place} of step {plan.output.step_seq} has {len(mask)} masks for "
+            f"{sampled[place]} sampled rows"
         )
-        rows = RowBatch.build(
-            backend,
-            step.num_rows,
-            start,
-            step.slots,
-            window=self.model.config.sliding_window,
-            window_floor=step.window_floor,
-            write_floor=step.write_floor,
-        )
-        tokens = step.tokens.index_copy(0, rows.row_start[:-1], first[:, 0])
-        done = self.model.forward(backend, tokens, rows, self.state, tail=step.tail)
-        end = start + (rows.row_start[1:] - rows.row_start[:-1])
-        output = self._sample(backend, step, sampling, done.hidden, start, end, status)
-        self._carry = CarryState(output.token_ids.unsqueeze(-1), end, step.uids)
-        return output
-
-    def _apply_deltas(self, step: StagedStep) -> None:
-        """Write new block-table entries, and the history of sequences that enter a slot."""
-        for delta in step.tables:
-            table = self.state.tables[delta.pool]
-            table[delta.slots, delta.places] = delta.block_ids.to(table.dtype)
-        if self.model.engram is not None:
-            for slot, start, token_ids in step.history:
-                self.state.set_history(slot, start, self.model.engram.folded(token_ids, None))
-
-    def _sample(
-        self,
-        backend: KernelBackend,
-        step: StagedStep,
-        sampling: StagedSampling,
-        hidden: Tensor,
-        start: Tensor,
-        end: Tensor,
-        status: Tensor,
-    ) -> _Output:
-        """Sample after the last row of each sequence that asks for it, and score what was asked."""
-        sequences = step.plan.sequences
-        logits = self.model.logits(backend, hidden[step.last_hidden])
-        positions = end[step.sampled]
-        sampled, faults = self._sampler.sample(backend, logits, sampling, positions)
-        token_ids = torch.full_like(start, PLACEHOLDER).index_copy(0, step.sampled, sampled)
-        worst = torch.maximum(status[step.sampled], faults)
-        status = status.index_copy(0, step.sampled, worst)
-        chosen = [row for row, meta in enumerate(sequences) if meta.samples]
-        asked = [i for i, row in enumerate(chosen) if sequences[row].logprobs is not None]
-        scored = [chosen[i] for i in asked]
-        scores = None
-        if asked:
-            num_top = max(sequences[row].logprobs or 0 for row in scored)
-            scores = _score(backend, logits[asked], sampled[asked], num_top)
-        prompt_scores = {
-            rows.row: self._prompt_scores(
-                backend, rows, hidden, sequences[rows.row].prompt_logprobs or 0
-            )
-            for rows in step.prompt_rows
-        }
-        return _Output(start, status, token_ids, scored, scores, prompt_scores)
-
-    def _prompt_scores(
-        self, backend: KernelBackend, asked: PromptRows, hidden: Tensor, num_top: int
-    ) -> _Scores:
-        """Score the prompt tokens that follow a sequence's rows, which all ran every layer."""
-        parts = []
-        for begin in range(0, len(asked.targets), PROMPT_PIECE):
-            targets = asked.targets[begin : begin + PROMPT_PIECE]
-            place = asked.first + begin
-            logits = self.model.logits(backend, hidden[place : place + len(targets)])
-            parts.append(_score(backend, logits, targets, num_top))
-        columns = ((p.token_ids, p.chosen, p.best_ids, p.best) for p in parts)
-        return _Scores(*(torch.cat(column) for column in zip(*columns, strict=True)))
-
-
-def _score(backend: KernelBackend, logits: Tensor, token_ids: Tensor, num_top: int) -> _Scores:
-    return _Scores(token_ids, *backend.logprobs(logits, token_ids, num_top))
-
-
-def _to_host(plan: StepPlan, output: _Output) -> StepResult:
-    sequences = plan.sequences
-    tokens = output.token_ids.tolist()
-    logprobs: dict[int, TokenLogprob] = {}
-    if output.scores is not None:
-        num_top = [sequences[row].logprobs or 0 for row in output.scored]
-        values = output.scores.to_host(num_top)
-        logprobs = dict(zip(output.scored, values, strict=True))
-    prompt: dict[int, tuple[PromptLogprob, ...]] = {}
-    for row, scores in output.prompt_scores.items():
-        meta = sequences[row]
-        found = scores.to_host([meta.prompt_logprobs or 0] * len(scores.chosen))
-        prompt[row] = tuple(PromptLogprob(meta.start + i, v) for i, v in enumerate(found, start=1))
-    return StepResult(
-        step_seq=plan.output.step_seq,
-        token_ids=tuple((tokens[row],) if m.samples else () for row, m in enumerate(sequences)),
-        status=tuple(RowStatus(value) for value in output.status.tolist()),
-        logprobs=tuple((logprobs[row],) if row in logprobs else () for row in range(len(tokens))),
-        prompt_logprobs=tuple(prompt.get(row, ()) for row in range(len(tokens))),
-        start=tuple(output.start.tolist()),
-    )
+    numbers = [np.arange(first[place], first[place] + len(mask)) for place, mask in masks.items()]
+    return {
+        "rows": np.concatenate(numbers).astype(np.int32),
+        "masks": np.concatenate(list(masks.values())),
+    }

@@ -37,7 +37,7 @@ class RowBatch:
     def build(
         cls,
         backend: KernelBackend,
-        num_rows: Sequence[int],
+        num_rows: Sequence[int] | Tensor,
         start: Sequence[int] | Tensor,
         slots: Sequence[int] | Tensor,
         *,
@@ -69,7 +69,7 @@ class RowBatch:
             return torch.as_tensor(values, dtype=torch.int64, device=device)
 
         rows, first, places = column(num_rows), column(start), column(slots)
-        size = sum(num_rows) if total is None else total
+        size = int(rows.sum()) if total is None else total
         sequence, positions = backend.expand_rows(rows, first, size)
 
         def spread(values: Tensor, padding: int) -> Tensor:

@@ -56,6 +56,7 @@ class StateSizes:
         block_size: tokens of a block.
         max_len: longest sequence, in tokens.
         max_drafts: drafts a step may verify beside a sequence's own row.
+        num_stored: slots besides that keep copies of a sequence's state, taken at publish points.
     """
 
     num_slots: int
@@ -63,6 +64,12 @@ class StateSizes:
     block_size: int
     max_len: int
     max_drafts: int
+    num_stored: int = 0
+
+    @property
+    def scratch_slot(self) -> int:
+        """The last slot, for rows of padding; those of sequences and stored states come before."""
+        return self.num_slots + self.num_stored
 
     @property
     def table_len(self) -> int:
@@ -90,7 +97,7 @@ class ModelState:
         blocks: pool -> source layer -> its entries; `tables` are shared by all layers of a pool.
         windows: ring of each layer, in layer order.
         carried: source layer -> inputs of its unfinished groups (ratio 2 only).
-        history: [slots + 1, depth] int64 folded ids, -1 at image positions.
+        history: [slots, depth] int64 folded ids, -1 at image positions.
         draft_windows: ring of each draft stage.
     """
 
@@ -113,7 +120,7 @@ class ModelState:
     ) -> ModelState:
         """Allocate zeroed state on the backend's device."""
         device = backend.runtime.device
-        slots = sizes.num_slots + 1
+        slots = sizes.scratch_slot + 1
         tables = {
             pool: torch.full(
                 (slots, sizes.table_len), sizes.num_blocks[pool], dtype=torch.int32, device=device
@@ -163,13 +170,26 @@ class ModelState:
         for pool, block_ids in blocks.items():
             for source in self.blocks[pool].values():
                 source.data[list(block_ids)] = 0
+        for data in self._rings():
+            data[list(slots)] = 0
+
+    def copy_slots(self, pairs: Tensor) -> None:
+        """Copy all state of slots but their block tables: windows, unfinished groups, history.
+
+        Args:
+            pairs: [n, 2] int64, (from, to). All are read before any is written.
+        """
+        sources, targets = pairs.unbind(1)
+        for data in (*self._rings(), self.history):
+            data[targets] = data[sources]
+
+    def _rings(self) -> tuple[Tensor, ...]:
         rings: tuple[Ring | Carried, ...] = (
             *self.windows,
             *self.carried.values(),
             *self.draft_windows,
         )
-        for ring in rings:
-            ring.data[list(slots)] = 0
+        return tuple(ring.data for ring in rings)
 
 
 def carry_depth(sizes: StateSizes) -> int:

@@ -1,14 +1,16 @@
-"""Limits of the scheduler, the size of a prefill chunk, and how much growth admission expects."""
+"""Limits of the scheduler, and how much growth admission expects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from deepinfer_core.cache.block_table import num_blocks_for
 from deepinfer_core.errors import ConfigError, RequestError
 
-__all__ = ["GrowthEstimate", "SchedulerLimits", "TokenBudget", "check_prompt"]
+__all__ = ["GrowthEstimate", "SchedulerLimits", "check_prompt"]
 
 PERMILLE = 1000
 
@@ -21,6 +23,8 @@ class SchedulerLimits:
         block_size: tokens a block; even, so that compression groups stay inside blocks.
         num_blocks: pool name -> number of blocks.
         num_slots: most sequences on the device.
+        num_stored: window states of published prefixes that are kept besides; strict requests
+            resume from these alone.
         max_model_len: most tokens of prompt and output together.
         max_step_tokens: most tokens of a prefill step.
         max_chunk_tokens: most tokens of one sequence in a prefill step.
@@ -28,6 +32,9 @@ class SchedulerLimits:
         history_len: token ids before its first computed position that the model looks back at.
         max_drafts: most drafts verified with a decode row.
         prefill_run_max: prefill steps in a row while some sequence waits to decode.
+        prefix_cache: publish whole blocks, so that later requests with the same prefix start there.
+        step_budget_ns: time that a prefill step is to take at most, by a cost model; 0 is no rule.
+        vocab_size: for the masks of constrained requests.
         growth_horizon: most output tokens that admission expects of a request.
         growth_permille: share of them it reserves at the start; rises with preemptions and decays.
     """
@@ -41,7 +48,11 @@ class SchedulerLimits:
     window: int
     history_len: int = 0
     max_drafts: int = 0
+    num_stored: int = 0
     prefill_run_max: int = 2
+    prefix_cache: bool = False
+    step_budget_ns: int = 0
+    vocab_size: int = 0
     growth_horizon: int = 512
     growth_permille: int = 400
 
@@ -51,7 +62,8 @@ class SchedulerLimits:
         lows = {
             "block_size": 2, "num_slots": 1, "max_model_len": 2, "max_step_tokens": 1,
             "max_chunk_tokens": 1, "window": 0, "history_len": 0, "max_drafts": 0,
-            "prefill_run_max": 1, "growth_horizon": 0, "growth_permille": 0,
+            "prefill_run_max": 1, "growth_horizon": 0, "growth_permille": 0, "num_stored": 0,
+            "step_budget_ns": 0, "vocab_size": 0,
         }  # fmt: skip
         for name, low in lows.items():
             if getattr(self, name) < low:
@@ -65,6 +77,11 @@ class SchedulerLimits:
         for pool, count in self.num_blocks.items():
             if count < 1:
                 raise ConfigError(f"Pool {pool!r} has {count} blocks; it needs at least 1.")
+
+    @property
+    def table_len(self) -> int:
+        """Blocks of the longest sequence; drafts may reach past its end."""
+        return num_blocks_for(self.max_model_len + self.max_drafts, self.block_size)
 
 
 def check_prompt(length: int, limits: SchedulerLimits) -> None:
@@ -94,28 +111,6 @@ def check_prompt(length: int, limits: SchedulerLimits) -> None:
         )
 
 
-class TokenBudget:
-    """Tokens that a prefill step may still take."""
-
-    def __init__(self, limits: SchedulerLimits) -> None:
-        """Start with a whole step."""
-        self._left = limits.max_step_tokens
-        self._max_chunk = limits.max_chunk_tokens
-
-    def chunk(self, num_missing: int) -> int:
-        """Return the size of the next chunk of a sequence with `num_missing` uncomputed tokens."""
-        return min(num_missing, self._max_chunk, self._left)
-
-    def take(self, num_tokens: int) -> None:
-        """Use up tokens."""
-        self._left -= num_tokens
-
-    @property
-    def spent(self) -> bool:
-        """Whether nothing is left."""
-        return self._left <= 0
-
-
 class GrowthEstimate:
     """How many output tokens to keep room for when a sequence is admitted.
 
@@ -132,6 +127,11 @@ class GrowthEstimate:
     def tokens(self, remaining: int) -> int:
         """Return the expected output of a request that may still produce `remaining` tokens."""
         return min(remaining, self._horizon) * self._share // PERMILLE
+
+    def tokens_each(self, remaining: np.ndarray) -> np.ndarray:
+        """Return the same for many, [n] int64."""
+        expected: np.ndarray = np.minimum(remaining, self._horizon) * self._share // PERMILLE
+        return expected
 
     def preempted(self) -> None:
         """Raise the share."""

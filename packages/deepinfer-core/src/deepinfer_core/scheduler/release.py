@@ -1,16 +1,19 @@
-"""Deferred release: what sequences gave back while the device may still touch it."""
+"""Deferred release: what was given back while the device, or a transfer, may still touch it."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from deepinfer_core.cache.block_pool import BlockPools, BlockState, Owner
+from deepinfer_core.cache.block_table import BlockTables
+from deepinfer_core.cache.prefix_index import Node, PrefixIndex
 from deepinfer_core.cache.slots import SlotPool
 from deepinfer_core.scheduler.sequence import Sequence
 
-__all__ = ["DeferredRelease", "Scrub"]
+__all__ = ["DeferredRelease", "Scrub", "Tickets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +33,97 @@ class Scrub:
         return bool(self.slots) or any(self.blocks.values())
 
 
-@dataclass(slots=True, order=True)
+class Tickets:
+    """Transfers that touch a sequence's resources beside the steps, each with a lease.
+
+    Completions come in any order, and any number of times.
+    """
+
+    def __init__(self) -> None:
+        """Start with no transfer."""
+        self.num_unknown = 0
+        self._open: dict[int, tuple[Owner, int]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return the number of open tickets."""
+        return len(self._open)
+
+    def open(self, owner: Owner, lease_end_ns: int) -> int:
+        """Return a new ticket: what `owner` holds is not freed before it is completed."""
+        self._count += 1
+        self._open[self._count] = (owner, lease_end_ns)
+        return self._count
+
+    def complete(self, ticket: int) -> None:
+        """Note the end of a transfer; one that is not open is counted and else ignored."""
+        if self._open.pop(ticket, None) is None:
+            self.num_unknown += 1
+
+    def holds(self, owner: Owner) -> bool:
+        """Whether a transfer still touches what `owner` gave back."""
+        return any(each == owner for each, _ in self._open.values())
+
+    def expire(self, now_ns: int, revoke: Callable[[int], bool]) -> list[Owner]:
+        """End the tickets whose lease is over; return owners whose peer could not be shut out.
+
+        Args:
+            now_ns: the instant.
+            revoke: shuts the peer of a ticket out; returns whether that worked.
+        """
+        over = [ticket for ticket, (_, end_ns) in self._open.items() if end_ns <= now_ns]
+        owners = [self._open.pop(ticket)[0] for ticket in over]
+        return [owner for ticket, owner in zip(over, owners, strict=True) if not revoke(ticket)]
+
+
+@dataclass(slots=True)
 class _Entry:
     fence: int  # last step that names the resources
-    number: int  # entries of one fence leave in the order they came
-    owner: Owner = field(compare=False)
-    blocks: Mapping[str, list[int]] = field(compare=False)
-    slot: int = field(compare=False)
-    quarantine: bool = field(compare=False)
+    owner: Owner
+    blocks: Mapping[str, np.ndarray]  # held ones; shared ones are the prefix index's
+    num_blocks: int  # of its table, shared ones included
+    slots: tuple[int, ...]
+    node: Node | None
+    quarantine: bool
 
 
 class DeferredRelease:
-    """Entries by fence. An entry leaves when the step of its fence has run on the device."""
+    """Entries by fence. An entry leaves when the step of its fence is settled, which implies that
+    the device has run it, and no ticket of its owner is open.
 
-    def __init__(self, pools: BlockPools, slots: SlotPool) -> None:
+    Waiting for the settlement and not only for the device matters: only then is it known whether
+    the content is finite.
+    """
+
+    def __init__(
+        self, pools: BlockPools, slots: SlotPool, tables: BlockTables, index: PrefixIndex
+    ) -> None:
         """Start empty.
 
         Args:
             pools: blocks go back here.
             slots: slots go back here.
+            tables: name what a sequence holds.
+            index: holds the references of sequences to shared blocks.
         """
+        self.tickets = Tickets()
+        self.pending_blocks = 0
+        """Blocks, in every pool, of sequences that have given back all they held."""
         self._pools = pools
         self._slots = slots
+        self._tables = tables
+        self._index = index
         self._entries: list[_Entry] = []
-        self._number = 0
+        self._exposed: set[Owner] = set()  # a peer may still write to what they hold
 
     def __len__(self) -> int:
         """Return the number of entries whose fence has not passed."""
         return len(self._entries)
+
+    @property
+    def oldest_fence(self) -> int | None:
+        """The first step that an entry waits for."""
+        return min((entry.fence for entry in self._entries), default=None)
 
     def release(self, sequence: Sequence, *, quarantine: bool = False) -> bool:
         """Give back all a sequence holds. Nothing else does; a second call changes nothing.
@@ -71,36 +137,74 @@ class DeferredRelease:
         if sequence.released:
             return False
         sequence.released = True
-        slot, owner, blocks = sequence.slot, sequence.owner, sequence.table.ids
+        slot, owner = sequence.slot, sequence.owner
         if slot is None:
-            assert not sequence.table.num_blocks, f"{owner} holds blocks but no slot"
             return False
+        num_blocks = int(self._tables.num_blocks[slot])
+        blocks = {
+            name: self._pools.pools[name].held(ids)
+            for name, ids in self._tables.blocks(slot).items()
+        }
+        slots = (slot,) if sequence.pending_window is None else (slot, sequence.pending_window[0])
         for name, ids in blocks.items():
             self._pools.pools[name].defer(owner, ids)
-        self._slots.defer(owner, (slot,))
-        self._number += 1
-        entry = _Entry(sequence.last_step, self._number, owner, blocks, slot, quarantine)
-        heapq.heappush(self._entries, entry)
+        self._slots.defer(owner, slots)
+        self._tables.clear(slot)
+        fence, quarantine = sequence.last_step, quarantine or owner in self._exposed
+        self._exposed.discard(owner)
+        entry = _Entry(fence, owner, blocks, num_blocks, slots, sequence.node, quarantine)
+        self._entries.append(entry)
+        self.pending_blocks += num_blocks
+        sequence.node = sequence.pending_window = None
         return True
 
-    def taint(self, owner: Owner) -> None:
-        """Quarantine what `owner` gave back: a step under way at the time was not finite."""
-        for entry in self._entries:
-            if entry.owner == owner:
-                entry.quarantine = True
+    def taint(self, owner: Owner) -> bool:
+        """Quarantine what `owner` gave back: a step under way at the time was not finite.
 
-    def drain(self, last_done_step_seq: int) -> list[Owner]:
+        Returns:
+            Whether it has given anything back that waits.
+        """
+        mine = [entry for entry in self._entries if entry.owner == owner]
+        for entry in mine:
+            entry.quarantine = True
+        return bool(mine)
+
+    def drain(self, last_settled: int) -> list[Owner]:
         """Free, or quarantine, everything whose fence has passed; return the owners."""
-        passed = []
-        while self._entries and self._entries[0].fence <= last_done_step_seq:
-            entry = heapq.heappop(self._entries)
-            for name, ids in entry.blocks.items():
-                pool = self._pools.pools[name]
-                (pool.quarantine if entry.quarantine else pool.free)(entry.owner, ids)
-            give_slot = self._slots.quarantine if entry.quarantine else self._slots.free
-            give_slot(entry.owner, (entry.slot,))
-            passed.append(entry.owner)
-        return passed
+        if not self._entries:
+            return []
+        passed: list[_Entry] = []
+        waiting: list[_Entry] = []
+        for entry in self._entries:
+            ready = entry.fence <= last_settled
+            if ready and len(self.tickets) and self.tickets.holds(entry.owner):
+                ready = False
+            (passed if ready else waiting).append(entry)
+        self._entries = waiting
+        for entry in passed:
+            self._give_back(entry)
+        return [entry.owner for entry in passed]
+
+    def expire_tickets(self, now_ns: int, revoke: Callable[[int], bool]) -> list[Owner]:
+        """End overdue transfers; what a peer may still write to is quarantined.
+
+        Returns:
+            Owners that still hold all of it; what they publish from now on could change.
+        """
+        owners = self.tickets.expire(now_ns, revoke)
+        holding = [owner for owner in owners if not self.taint(owner)]
+        self._exposed.update(holding)
+        return holding
+
+    def _give_back(self, entry: _Entry) -> None:
+        for name, ids in entry.blocks.items():
+            pool = self._pools.pools[name]
+            (pool.quarantine if entry.quarantine else pool.free)(entry.owner, ids)
+        give_slots = self._slots.quarantine if entry.quarantine else self._slots.free
+        give_slots(entry.owner, entry.slots)
+        if entry.node is not None:
+            self._index.release(entry.node)
+        self.pending_blocks -= entry.num_blocks
 
     def quarantined(self) -> Scrub:
         """Return everything that waits to be scrubbed."""
@@ -116,16 +220,24 @@ class DeferredRelease:
             self._pools.pools[name].scrubbed(ids)
         self._slots.scrubbed(scrub.slots)
 
+    def references(self) -> list[Node]:
+        """Return the nodes that entries still refer to: for audits."""
+        return [entry.node for entry in self._entries if entry.node is not None]
+
     def audit(self) -> None:
         """Check that the deferred blocks and slots are exactly those of the entries.
 
         Raises:
             AssertionError: they are not.
         """
-        slots = {entry.owner: {entry.slot} for entry in self._entries}
+        slots = {entry.owner: set(entry.slots) for entry in self._entries}
         if slots != self._slots.holders(BlockState.DEFERRED):
             raise AssertionError(f"deferred slots differ from the release queue: {slots}")
         for name, pool in self._pools.pools.items():
-            blocks = {e.owner: set(e.blocks[name]) for e in self._entries if e.blocks[name]}
+            blocks = {
+                e.owner: set(e.blocks[name].tolist()) for e in self._entries if len(e.blocks[name])
+            }
             if blocks != pool.holders(BlockState.DEFERRED):
                 raise AssertionError(f"deferred blocks of {name!r} differ from the release queue")
+        if self.pending_blocks != sum(entry.num_blocks for entry in self._entries):
+            raise AssertionError(f"{self.pending_blocks} blocks pending differ from the entries")

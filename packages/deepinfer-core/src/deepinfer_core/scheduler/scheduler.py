@@ -2,9 +2,11 @@
 
 An engine's loop, with some steps unsettled at any time or, in the serial loop, none:
 
+    settlement = scheduler.settle(plan, ticket.result())   # oldest step first
+    scheduler.drain(now_ns)                     # resources come back, deadlines pass
     plan = scheduler.plan()                     # None: nothing can run before something happens
     ticket = worker.launch(plan)
-    updates = scheduler.settle(plan, ticket.result())      # oldest first
+    updates = settlement.finish()               # what clients see and the next plan does not need
     updates += scheduler.pop_updates()          # requests that ended outside a step
     if scrub := scheduler.scrub():              # after a request whose values were not finite
         worker.scrub(scrub.blocks, scrub.slots)
@@ -14,72 +16,69 @@ An engine's loop, with some steps unsettled at any time or, in the serial loop, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from deepinfer_core.cache.block_pool import BlockState
+import numpy as np
+
+from deepinfer_core.cache.block_pool import PoolExhausted
 from deepinfer_core.errors import DuplicateRequest
+from deepinfer_core.plans import Phase, StepKind, StepPlan, StepResult, StepRows
 from deepinfer_core.scheduler.budget import SchedulerLimits, check_prompt
+from deepinfer_core.scheduler.chunks import ChunkBudget
+from deepinfer_core.scheduler.constraints import ConstraintFailed, masks_of
+from deepinfer_core.scheduler.cost_model import CostModel, OnlineCostModel
+from deepinfer_core.scheduler.counts import SchedulerCounts, counts_of
+from deepinfer_core.scheduler.decision import Ballot, decide
+from deepinfer_core.scheduler.lanes import CONSTRAINED
 from deepinfer_core.scheduler.ledger import InflightLedger
 from deepinfer_core.scheduler.release import Scrub
 from deepinfer_core.scheduler.roster import Roster
 from deepinfer_core.scheduler.selection import Selection
 from deepinfer_core.scheduler.sequence import LIVE, Sequence, State
-from deepinfer_core.scheduler.settlement import apply_row
-from deepinfer_core.scheduler.step import UnsettledStep, build_plan
-from deepinfer_core.types import (
-    FinishReason,
-    Request,
-    SequenceMetadata,
-    SequenceUpdate,
-    StepKind,
-    StepPlan,
-    StepResult,
-)
+from deepinfer_core.scheduler.settlement import Settlement, settle_rows
+from deepinfer_core.scheduler.step import UnsettledStep, decode_step, prefill_step
+from deepinfer_core.scheduler.totals import Totals
+from deepinfer_core.types import FinishReason, Request, SequenceUpdate
 
-__all__ = ["Scheduler", "SchedulerCounts"]
+__all__ = ["Scheduler"]
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerCounts:
-    """How many there are of what, for metrics.
-
-    Args:
-        waiting: requests without blocks.
-        prefilling: requests whose tokens are partly computed.
-        running: requests that decode.
-        leaving: ended or preempted requests with steps in flight.
-        unsettled_steps: launched steps without a settled result.
-        inflight_tokens: rows of those steps.
-        free_slots: slots that can be taken now.
-        preemptions: all so far.
-        blocks: pool -> state -> number of blocks.
-    """
-
-    waiting: int
-    prefilling: int
-    running: int
-    leaving: int
-    unsettled_steps: int
-    inflight_tokens: int
-    free_slots: int
-    preemptions: int
-    blocks: dict[str, dict[str, int]]
+def _cannot_revoke(ticket: int) -> bool:
+    """Return False: no peer can be shut out."""
+    return False
 
 
 class Scheduler:
-    """Continuous batching over two block pools and a slot pool."""
+    """Continuous batching over block pools and a slot pool."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        """Start with nothing to do."""
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        cost_model: CostModel | None = None,
+        revoke: Callable[[int], bool] = _cannot_revoke,
+    ) -> None:
+        """Start with nothing to do.
+
+        Args:
+            limits: what may be used.
+            cost_model: predicts prefill steps; with `limits.step_budget_ns` it sizes chunks, and
+                `observe` corrects it.
+            revoke: shuts the peer of an overdue transfer ticket out; whether that worked.
+        """
         self.limits = limits
+        self.paused = False
+        """While set, `plan` returns None; steps in flight can be settled."""
         self._roster = Roster(limits)
-        self._ledger = InflightLedger()
+        self._ledger = InflightLedger(self._roster.lanes.inflight)
         self._steps: deque[UnsettledStep] = deque()
         self._step_seq = 0
         self._prefill_run = 0
         self._preempted: list[int] = []  # not yet told to a worker
         self._outbox: list[SequenceUpdate] = []
+        self._revoke = revoke
+        self._cost = None if cost_model is None else OnlineCostModel(cost_model)
+        self._budget: ChunkBudget | None = None  # of the step that is being built
 
     # Requests
 
@@ -95,6 +94,10 @@ class Scheduler:
                 f"Request id {request.client_id!r} is in use. Wait for its end or choose another.",
                 param="client_id",
                 code="duplicate_request",
+            )
+        if self._roster.is_known(request.uid):
+            raise DuplicateRequest(
+                f"Request uid {request.uid} is in use. Give every request its own.", param="uid"
             )
         check_prompt(len(request.prompt_token_ids), self.limits)
         self._roster.add(request)
@@ -118,10 +121,15 @@ class Scheduler:
             Its terminal update, which appears nowhere else, or None when it ended before.
         """
         sequence = self._roster.find(uid)
-        return None if sequence is None else self._roster.end(sequence, reason)
+        if sequence is None:
+            return None
+        self._roster.told.add(uid)
+        return self._roster.end(sequence, reason)
 
     def pop_updates(self) -> tuple[SequenceUpdate, ...]:
         """Return terminal updates of requests that ended outside a step, each once."""
+        if not self._outbox:
+            return ()
         updates = tuple(self._outbox)
         self._outbox.clear()
         return updates
@@ -132,62 +140,150 @@ class Scheduler:
         return bool(self._roster.by_client or self._steps or self._outbox)
 
     @property
-    def num_preemptions(self) -> int:
-        """Preemptions of all requests so far."""
-        return self._roster.num_preemptions
+    def has_requests(self) -> bool:
+        """Whether a request is live."""
+        return bool(self._roster.by_client)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight and nothing can be planned."""
+        roster = self._roster
+        waits = bool(roster.by_client) and not self.paused
+        return not (waits or self._steps or len(roster.releases) or len(roster.releases.tickets))
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether nothing can be planned before somebody else acts: resumes, ends a transfer."""
+        return self.paused or len(self._roster.releases.tickets) > 0
+
+    @property
+    def totals(self) -> Totals:
+        """What was counted since the start."""
+        return self._roster.totals
+
+    # Transfers
+
+    def open_ticket(self, client_id: str, lease_end_ns: int) -> int | None:
+        """Note that a transfer touches what a request holds on the device; None if it holds none.
+
+        Nothing of it is freed before `complete_ticket`, or before the lease ends and the peer was
+        shut out; if it cannot be, the resources are quarantined.
+        """
+        sequence = self._roster.by_client.get(client_id)
+        if sequence is None or sequence.slot is None:
+            return None
+        return self._roster.releases.tickets.open(sequence.owner, lease_end_ns)
+
+    def complete_ticket(self, ticket: int) -> None:
+        """Note the end of a transfer; an unknown ticket is counted and else ignored."""
+        self._roster.releases.tickets.complete(ticket)
 
     # Steps
 
-    def plan(self) -> StepPlan | None:
+    def ballot(self) -> Ballot:
+        """Return what this rank could do in the next step."""
+        roster = self._roster
+        want_prefill = len(roster.waiting) > 0 or bool(roster.lanes.prefilling.any())
+        return Ballot(
+            want_prefill=want_prefill,
+            decode_rows=Selection(roster, self._previous).num_decodable() if want_prefill else 0,
+            prefill_run=self._prefill_run,
+        )
+
+    def drain(self, now_ns: int = 0) -> None:
+        """Return resources whose fence has passed, and end requests and leases that are overdue."""
+        roster = self._roster
+        self._outbox += roster.expired(now_ns)
+        for owner in roster.releases.expire_tickets(now_ns, self._revoke):
+            roster.resident[owner.uid].keeps_to_itself = True
+        roster.drain()
+
+    def plan(self, kind: StepKind | None = None) -> StepPlan | None:
         """Decide the next step and reserve what it needs; the caller launches it.
 
+        Args:
+            kind: what was decided with others; None decides alone. If nothing of that kind can run
+                and there are no others, the step becomes one of the other kind.
         Returns:
-            None when nothing can run: idle, or everything waits for a settlement or for `scrubbed`.
+            None when nothing can run: idle, paused, or everything waits for a settlement or for
+            `scrubbed`.
         """
-        self._roster.drain()
-        previous = self._steps[-1] if self._steps else None
+        if self.paused:
+            return None
+        if kind is None:
+            kind = decide(self.ballot(), self.limits.prefill_run_max)
         while True:
-            selection = Selection(self._roster, self._step_seq if previous else 0)
+            selection = Selection(self._roster, self._previous)
             try:
-                kind = self._select(selection)
-                plan = self._build(kind, selection, previous) if selection.rows else None
+                plan = self._select(selection, kind)
+            except (MemoryError, PoolExhausted):
+                # Without a step nothing is lost; admit more carefully and try again.
+                selection.rollback()
+                self._roster.growth.preempted()
+                self.totals.failed_builds += 1
+                if kind is StepKind.DECODE:
+                    return None
+                kind = StepKind.DECODE  # what runs already goes on
+                continue
             except BaseException:
                 selection.rollback()
                 raise
             finally:
-                self._outbox.extend(selection.ended)
-                self._preempted.extend(selection.preempted)
+                self._outbox.extend(selection.prefill_rows.ended)
+                self._preempted.extend(selection.prefill_rows.preempted)
             if plan is not None:
                 self._book(plan, selection)
                 return plan
-            if not selection.ended:  # else somebody made room by ending: look again
+            if not selection.prefill_rows.ended:  # else somebody made room by ending: look again
                 return None
 
-    def settle(self, plan: StepPlan, result: StepResult) -> tuple[SequenceUpdate, ...]:
-        """Apply the result of the oldest unsettled step.
+    def observe(self, step: UnsettledStep, forward_ns: int) -> None:
+        """Take the time that a settled step's forward pass took on the device.
 
-        Returns:
-            Updates in the order of the plan's rows, those that say something; then terminal updates
-            of requests that ended outside a step.
+        It corrects the cost model that sizes chunks; steps that were not sized by time are ignored.
         """
+        if self._cost is not None and step.work is not None:
+            self.totals.predicted_ns += step.predicted_ns
+            self.totals.measured_ns += forward_ns
+            self._cost.update(step.work, forward_ns, padded=False)
+
+    def masks(self, plan: StepPlan) -> dict[int, np.ndarray]:
+        """Return what constrained rows may yield: place in the plan -> [1 + drafts, V / 32] int32.
+
+        To be asked when all steps before `plan` are settled. A request whose grammar fails ends;
+        its row stays in the step as padding.
+        """
+        lanes = self._roster.lanes
+        found = {}
+        step = next(step for step in self._steps if step.plan is plan)
+        rows = plan.rows
+        constrained = (lanes.all.traits[rows.slot] & CONSTRAINED) > 0
+        masked = constrained & lanes.live[rows.slot] & rows.samples
+        for row in np.flatnonzero(masked).tolist():
+            sequence = step.sequences[row]
+            drafts = lanes.drafts[rows.slot[row], : rows.num_drafts[row]].tolist()
+            try:
+                found[row] = masks_of(sequence, drafts, self.limits.vocab_size)
+            except ConstraintFailed as error:
+                ended = self._roster.end(
+                    sequence, FinishReason.ERROR, str(error), code="constraint"
+                )
+                self._outbox.append(ended)
+        return found
+
+    def settle(self, plan: StepPlan, result: StepResult) -> Settlement:
+        """Apply the result of the oldest unsettled step; what clients see is left to `finish`."""
         assert plan.output.step_seq == result.step_seq, "the result belongs to another step"
-        rows = self._close(plan)
-        updates: list[SequenceUpdate] = []
-        row = 0
+        step = self._close(plan)
         try:
-            for row, (sequence, meta) in enumerate(rows):
-                update = apply_row(self._roster, sequence, meta, result, row)
-                self._roster.retire(sequence)
-                if update is not None:
-                    updates.append(update)
-        except BaseException:  # a fault of ours, or Ctrl-C: what is known is not lost
+            return settle_rows(self._roster, step, result)
+        except BaseException:  # a fault of ours, or Ctrl-C
             failed = f"Step {result.step_seq} was cut off while its results were applied."
-            self._outbox += [*updates, *self._fail_rows(rows[row:], failed)]
+            self._outbox += self._fail_rows(step, failed)
             raise
         finally:
             self._roster.last_settled = plan.output.step_seq
             self._roster.drain()
-        return (*updates, *self.pop_updates())
 
     def fail(self, plan: StepPlan, error: str) -> tuple[SequenceUpdate, ...]:
         """Settle the oldest unsettled step as failed: each of its live requests ends with `error`.
@@ -206,9 +302,10 @@ class Scheduler:
             error: what their live requests end with.
             known: updates that could not be handed on; with the others they are fetched later.
         """
-        self._outbox += known
+        updates = [*known, *self.pop_updates()]
         while self._steps:
-            self._outbox += self.fail(self._steps[0].plan, error)
+            updates += self.fail(self._steps[0].plan, error)
+        self._outbox += updates
 
     def scrub(self) -> Scrub:
         """Return blocks and slots with non-finite content; false when there are none."""
@@ -218,25 +315,16 @@ class Scheduler:
         """Take back what the worker has zeroed, or queued to be zeroed before any later step."""
         self._roster.releases.scrubbed(scrub)
 
+    def clear_cache(self) -> None:
+        """Forget every published prefix that no request uses."""
+        self._roster.prefixes.index.clear()
+
     # Books
 
     def counts(self) -> SchedulerCounts:
         """Return what is where."""
-        roster = self._roster
-        states = [s.state for s in roster.resident.values()]
-        return SchedulerCounts(
-            waiting=len(roster.waiting),
-            prefilling=states.count(State.PREFILL),
-            running=states.count(State.RUNNING),
-            leaving=states.count(State.PREEMPTING) + len(roster.leaving),
-            unsettled_steps=len(self._steps),
-            inflight_tokens=self._ledger.total_inflight_tokens,
-            free_slots=roster.slots.num_free,
-            preemptions=roster.num_preemptions,
-            blocks={
-                name: {state.value: pool.count(state) for state in BlockState}
-                for name, pool in roster.pools.pools.items()
-            },
+        return counts_of(
+            self._roster, len(self._steps), self._ledger.total_inflight_tokens, self._step_seq
         )
 
     def audit(self) -> None:
@@ -246,69 +334,97 @@ class Scheduler:
             AssertionError: they disagree; the message says where.
         """
         self._roster.audit()
-        booked = self._ledger.inflight()
-        sequences = {s for step in self._steps for s in step.sequences}
-        counted = {s.owner: s.inflight for s in sequences}
-        planned = sum(step.plan.output.num_rows for step in self._steps)
-        if (
-            booked != counted
-            or not planned == sum(booked.values()) == self._ledger.total_inflight_tokens
-        ):
+        self._ledger.audit()
+        planned = sum(_new_rows(step.plan) for step in self._steps)
+        if planned != self._ledger.total_inflight_tokens:
             raise AssertionError(
-                f"tokens in flight: ledger {booked}, sequences {counted}, steps {planned}"
+                f"{self._ledger.total_inflight_tokens} tokens in flight, steps have {planned}"
             )
-        idle = [s.uid for s in self._roster.resident.values() if s not in sequences and s.inflight]
-        if idle:
-            raise AssertionError(f"requests {idle} have tokens in flight but no step")
+        lane = self._roster.lanes.all
+        unsettled = np.zeros_like(lane.unsettled)
+        for step in self._steps:
+            unsettled[step.plan.rows.slot] += 1
+        if not np.array_equal(unsettled, lane.unsettled):
+            raise AssertionError(f"steps by slot: {unsettled}, lanes: {lane.unsettled}")
 
     # How a step is made
 
-    def _select(self, selection: Selection) -> StepKind:
-        """Choose the rows. Prefill goes first, but holds decoding up for a few steps only."""
-        decode_first = (
-            self._prefill_run >= self.limits.prefill_run_max and selection.num_decode_rows() > 0
-        )
-        if decode_first:
-            selection.decode()
-            if selection.rows:
-                return StepKind.DECODE
-        selection.prefill()
-        if selection.rows or decode_first:
-            return StepKind.PREFILL
-        selection.decode()
-        return StepKind.DECODE
+    @property
+    def _previous(self) -> UnsettledStep | None:
+        return self._steps[-1] if self._steps else None
 
-    def _build(
-        self, kind: StepKind, selection: Selection, previous: UnsettledStep | None
-    ) -> StepPlan:
-        return build_plan(
-            self._step_seq + 1,
-            kind,
-            selection.rows,
-            previous,
-            preempted=(*self._preempted, *selection.preempted),
-            history_len=self.limits.history_len,
-        )
+    def _select(self, selection: Selection, kind: StepKind) -> StepPlan | None:
+        """Choose rows of the kind, or of the other one if there are none, and build the plan."""
+        if kind is StepKind.PREFILL:
+            self._prefill(selection)
+            if selection.empty:
+                selection.decode()
+        else:
+            selection.decode()
+            if selection.empty:
+                self._prefill(selection)
+        if selection.empty:
+            return None
+        preempted = (*self._preempted, *selection.prefill_rows.preempted)
+        step_seq, roster = self._step_seq + 1, self._roster
+        if selection.decode_rows is not None:
+            return decode_step(step_seq, selection.decode_rows, roster, preempted)
+        rows = selection.prefill_rows.rows
+        return prefill_step(step_seq, rows, roster, preempted)
+
+    def _prefill(self, selection: Selection) -> None:
+        budget_ns = self.limits.step_budget_ns or None
+        model = None if self._cost is None else self._cost.model
+        self._budget = ChunkBudget(self.limits, model, budget_ns)
+        selection.prefill(self._budget)
 
     def _book(self, plan: StepPlan, selection: Selection) -> None:
         """Make the plan a launched step. Nothing here can fail."""
-        self._step_seq = plan.output.step_seq
-        for row in selection.rows:
-            self._roster.book(row, self._step_seq)
-            self._ledger.reserve(self._step_seq, row.sequence.owner, row.num_rows)
-        self._steps.append(UnsettledStep(plan, tuple(row.sequence for row in selection.rows)))
-        self._preempted.clear()
+        roster, rows, step_seq = self._roster, plan.rows, plan.output.step_seq
+        self._step_seq = step_seq
+        for row in selection.prefill_rows.rows:
+            if row.resume is not None:
+                roster.enter(row.sequence)
+                self.totals.prompt_tokens += len(row.sequence.tokens)
+                self.totals.hit_tokens += row.resume.plan.hit_len
+                self.totals.replayed_tokens += row.num_replay
+                row.sequence.replayed |= row.num_replay > 0
+                if not row.sequence.generation:
+                    row.sequence.num_cached = row.resume.plan.hit_len
+            if row.phase is Phase.FINAL_CHUNK:
+                row.sequence.move(State.RUNNING)
+        slots, samples = rows.slot, rows.samples
         prefill = plan.output.kind is StepKind.PREFILL
+        tokens = rows.num_rows - rows.num_replay if prefill else rows.num_rows
+        roster.lanes.all.last_step[slots] = step_seq
+        self._ledger.reserve(step_seq, slots, tokens, samples)
+        row_of_slot = np.full(len(roster.by_slot), -1, dtype=np.int64)
+        places = np.arange(len(slots))
+        row_of_slot[slots] = np.where(samples, places, -1) if prefill else places
+        sequences = self._sequences(rows)
+        pinned = tuple(r.pinned for r in selection.prefill_rows.rows if r.pinned is not None)
+        step = UnsettledStep(plan, sequences, row_of_slot, pinned)
+        if prefill and self._budget is not None and self._budget.timed:
+            self.totals.chunk_overruns += self._budget.overruns
+            step = replace(step, work=self._budget.work, predicted_ns=self._budget.predicted_ns)
+        self._steps.append(step)
+        self._preempted.clear()
         self._prefill_run = self._prefill_run + 1 if prefill else 0
+
+    def _sequences(self, rows: StepRows) -> tuple[Sequence, ...]:
+        """Return whose rows they are: mostly those of the step before, in the same order."""
+        previous = self._previous
+        if previous is not None and np.array_equal(previous.plan.rows.data[:3], rows.data[:3]):
+            return previous.sequences  # uid, generation and slot are the same in every row
+        found = tuple(map(self._roster.by_slot.__getitem__, rows.slot.tolist()))
+        return found  # type: ignore[return-value]
 
     # How a result is applied
 
-    def _fail_rows(
-        self, rows: Iterable[tuple[Sequence, SequenceMetadata]], error: str
-    ) -> list[SequenceUpdate]:
+    def _fail_rows(self, step: UnsettledStep, error: str) -> list[SequenceUpdate]:
         """End the live sequences of a step whose content is unknown."""
         roster, updates = self._roster, []
-        for sequence, _ in rows:
+        for sequence in step.sequences:
             if sequence.state in LIVE:
                 reason, code = FinishReason.ERROR, "device_fault"
                 updates.append(roster.end(sequence, reason, error, code=code, bad=True))
@@ -317,16 +433,19 @@ class Scheduler:
             roster.retire(sequence)
         return updates
 
-    def _close(self, plan: StepPlan) -> list[tuple[Sequence, SequenceMetadata]]:
-        """Remove the oldest unsettled step from all books; return its rows."""
+    def _close(self, plan: StepPlan) -> UnsettledStep:
+        """Remove the oldest unsettled step from all books."""
         assert self._steps and self._steps[0].plan is plan, (
             "steps are settled in the order of their plans"
         )
         step = self._steps.popleft()
-        rows = list(zip(step.sequences, plan.sequences, strict=True))
-        for sequence, meta in rows:
-            assert sequence.generation == meta.generation, f"request {meta.uid} restarted in flight"
-            sequence.inflight -= self._ledger.settle(plan.output.step_seq, sequence.owner)
-            sequence.unsettled.popleft()
-            sequence.num_unsettled_samples -= meta.samples
-        return rows
+        same = self._roster.lanes.all.uid[plan.rows.slot] == plan.rows.uid
+        assert same.all(), f"a slot of step {plan.output.step_seq} changed hands in flight"
+        self._ledger.settle(plan.output.step_seq)
+        for node in step.pinned:
+            self._roster.prefixes.index.unpin_window(node)
+        return step
+
+
+def _new_rows(plan: StepPlan) -> int:
+    return int((plan.rows.num_rows - plan.rows.num_replay).sum())

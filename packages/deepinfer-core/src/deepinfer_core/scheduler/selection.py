@@ -1,195 +1,167 @@
-"""Choosing the rows of a step and reserving their blocks: one transaction, undone when it fails."""
+"""Choosing the rows of a step and reserving what they need: one transaction, undone when it fails.
+
+Preemptions made on the way stay: a preempted sequence waits and has lost nothing.
+"""
 
 from __future__ import annotations
 
-from deepinfer_core.cache.block_table import num_blocks_for
-from deepinfer_core.scheduler.budget import TokenBudget
+import numpy as np
+
+from deepinfer_core.scheduler.chunks import ChunkBudget
+from deepinfer_core.scheduler.prefill import PrefillRows
 from deepinfer_core.scheduler.roster import Roster
 from deepinfer_core.scheduler.sequence import Sequence, State
-from deepinfer_core.scheduler.step import PlannedRow
-from deepinfer_core.types import FinishReason, Phase, SequenceUpdate
+from deepinfer_core.scheduler.step import DecodeRows, UnsettledStep
+from deepinfer_core.scheduler.victims import victim_of
 
 __all__ = ["Selection"]
 
-EXHAUSTED = (
-    "The cache is full: the request has {length} tokens and needs another block, "
-    "but it already holds all it can get of the {total} blocks of {size} tokens. Give the engine "
-    "more cache or ask for fewer tokens."
-)
-
 
 class Selection:
-    """The rows chosen for one step.
+    """The rows chosen for one step: of sequences that decode, or of prompts."""
 
-    Preemptions made on the way stay: a preempted sequence waits and has lost nothing. Everything
-    else is undone by `rollback`.
-    """
-
-    def __init__(self, roster: Roster, previous_step: int) -> None:
+    def __init__(self, roster: Roster, previous: UnsettledStep | None) -> None:
         """Start with no rows.
 
         Args:
             roster: all requests.
-            previous_step: number of the last unsettled step, or 0; its carry can supply tokens.
+            previous: the last launched step if it is unsettled: its carry can supply tokens.
         """
-        self.rows: list[PlannedRow] = []
-        self.preempted: list[int] = []
-        self.ended: list[SequenceUpdate] = []
+        self.decode_rows: DecodeRows | None = None
+        self.prefill_rows = PrefillRows(roster, 0 if previous is None else previous.step_seq)
         self._roster = roster
         self._limits = roster.limits
-        self._previous_step = previous_step
-        self._promised: int | None = None  # blocks that others will still take
+        self._previous = previous
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was chosen."""
+        return self.decode_rows is None and not self.prefill_rows.rows
 
     def rollback(self) -> None:
         """Give back what was reserved, last first."""
-        while self.rows:
-            self._roster.cancel(self.rows.pop())
+        self.prefill_rows.rollback()
+        if self.decode_rows is not None:
+            self._cancel(self.decode_rows)
+            self.decode_rows = None
+
+    # Prefill
+
+    def prefill(self, budget: ChunkBudget) -> None:
+        """Fill the budget with chunks."""
+        self.prefill_rows.choose(budget)
 
     # Decode
 
-    def num_decode_rows(self) -> int:
+    def num_decodable(self) -> int:
         """Return how many sequences could decode now if blocks were plenty."""
-        return sum(self._may_decode(s) for s in self._roster.resident.values())
+        return len(self._decodable())
 
     def decode(self) -> None:
         """Take a row for every running sequence, as far as blocks go; preempt when they do not."""
         roster = self._roster
-        rows = [self._decode_row(s) for s in roster.resident.values() if self._may_decode(s)]
-        needs = {row.sequence.uid: row.sequence.table.missing(row.end) for row in rows}
-        if sum(needs.values()) > roster.pools.num_free:
-            self._make_room_to_decode(rows, needs)
-            rows = [row for row in rows if row.sequence.state is State.RUNNING]
-            rows.sort(key=lambda row: row.sequence.order)
-        for row in rows:
-            need = needs[row.sequence.uid]
-            if not need or need <= roster.pools.num_free:
-                self._take(row)
+        rows = self._rows_of(self._decodable())
+        needed = rows.num_missing
+        if needed > roster.pools.num_free:
+            if needed > roster.prefixes.num_available:
+                # Drafts are given up before anybody has to leave.
+                rows = self._squeezed(self._rows_of(rows.slots, drafting=False))
+            roster.prefixes.make_room(rows.num_missing)
+        if len(rows.slots):
+            self._reserve(rows)
+            self.decode_rows = rows
         roster.growth.decoded()
 
-    def _make_room_to_decode(self, rows: list[PlannedRow], needs: dict[int, int]) -> None:
-        """Preempt until the rows fit, now or once what is on its way back has arrived."""
+    def _decodable(self) -> np.ndarray:
+        previous = 0 if self._previous is None else self._previous.step_seq
+        return self._roster.lanes.decodable(previous, self._limits.max_model_len)
+
+    def _rows_of(self, slots: np.ndarray, *, drafting: bool = True) -> DecodeRows:
+        """Return the last token and the drafts to verify, within the context and the cap."""
+        lane = self._roster.lanes.at(slots)
+        start = lane.settled + lane.inflight
+        if self._previous is None:
+            source = np.full(len(slots), -1, dtype=np.int64)
+        else:
+            source = self._previous.row_of_slot[slots]
+        remaining = lane.left - lane.samples
+        drafts = None
+        end = start + 1
+        if self._limits.max_drafts and drafting:
+            drafts = np.minimum(lane.max_drafts, remaining - 1)
+            drafts = np.minimum(drafts, self._limits.max_model_len - 1 - start)
+            # What the host supplies it has to know.
+            drafts = np.where(source >= 0, drafts, np.minimum(drafts, lane.known_drafts))
+            end += drafts
+        # Blocks for positions below `end`, less those held; negative where some are to spare.
+        missing = (end + (self._limits.block_size - 1)) // self._limits.block_size
+        missing -= self._roster.tables.num_blocks[slots]
+        grown = (missing > 0).nonzero()[0]
+        return DecodeRows(slots, lane, start, source, drafts, remaining, grown, missing[grown])
+
+    def _reserve(self, rows: DecodeRows) -> None:
+        """Take the blocks that the rows still need, one transaction for all."""
+        roster, lane = self._roster, self._roster.lanes.all
+        if not len(rows.grown):
+            return
+        slots = rows.slots[rows.grown]
+        places = roster.tables.num_blocks[slots]
+        counts = rows.missing
+        if int(counts.max()) > 1:
+            first = np.repeat(np.cumsum(counts) - counts, counts)
+            places = np.repeat(places, counts) + np.arange(len(first)) - first
+            slots = np.repeat(slots, counts)
+        uids, generations = lane.uid[slots], lane.generation[slots]
+        blocks = roster.pools.allocate_each(uids, generations, len(slots))
+        roster.tables.extend_each(slots, places, blocks)
+        rows.grown_slots, rows.grown_places = slots, places
+
+    def _cancel(self, rows: DecodeRows) -> None:
+        roster = self._roster
+        for slot in dict.fromkeys(rows.grown_slots[::-1].tolist()):
+            sequence = roster.by_slot[slot]
+            assert sequence is not None, f"slot {slot} has no sequence"
+            count = int((rows.grown_slots == slot).sum())
+            roster.pools.cancel(sequence.owner, roster.tables.truncate(slot, count))
+
+    # When blocks are short
+
+    def _squeezed(self, rows: DecodeRows) -> DecodeRows:
+        """Preempt until the rows fit, now or once what is on its way back has arrived.
+
+        Returns:
+            Rows that fit now: first come those that the order of sequences puts first.
+        """
+        roster = self._roster
+        needs = dict.fromkeys(rows.slots.tolist(), 0)
+        needs |= zip(rows.slots[rows.grown].tolist(), rows.missing.tolist(), strict=True)
+        found = [roster.by_slot[slot] for slot in needs]
+        sequences = sorted((s for s in found if s is not None), key=lambda s: s.order)
+        self._preempt_for(sequences, needs)
+        left = roster.prefixes.num_available
+        fitting = []
+        for sequence in sequences:
+            slot = sequence.slot
+            if sequence.state is not State.RUNNING or slot is None:
+                continue
+            if needs[slot] <= left:
+                left -= needs[slot]
+                fitting.append(slot)
+        return self._rows_of(np.array(sorted(fitting), dtype=np.int64), drafting=False)
+
+    def _preempt_for(self, sequences: list[Sequence], needs: dict[int, int]) -> None:
         roster = self._roster
 
         def running() -> list[Sequence]:
-            return [row.sequence for row in rows if row.sequence.state is State.RUNNING]
+            return [s for s in sequences if s.state is State.RUNNING]
 
         def shortage() -> int:
-            return sum(needs[s.uid] for s in running()) - roster.pools.num_free
+            wanted = sum(needs[s.slot] for s in running() if s.slot is not None)
+            return wanted - roster.prefixes.num_available
 
         while shortage() > roster.pending_free():
-            victim = roster.victim()
+            victim = victim_of(roster)
             if victim is None:
-                self._exhausted(running()[0])
+                self.prefill_rows.give_up(running()[0])
                 return
-            self._preempt(victim)
-
-    def _may_decode(self, sequence: Sequence) -> bool:
-        return (
-            sequence.state is State.RUNNING
-            and self._source_known(sequence)
-            and sequence.remaining > 0  # with 0 left it ends for certain when its steps are settled
-            and sequence.planned_len < self._limits.max_model_len
-        )
-
-    def _decode_row(self, sequence: Sequence) -> PlannedRow:
-        """Return the last token and the drafts to verify, within the context and the cap."""
-        start = sequence.planned_len
-        room = self._limits.max_model_len - 1 - start
-        drafts = min(self._limits.max_drafts, room, sequence.remaining - 1)
-        return PlannedRow(sequence, Phase.VERIFY, start, 1 + drafts, drafts)
-
-    # Prefill
-
-    def prefill(self) -> None:
-        """Fill the token budget with chunks by priority and arrival; at most one stays partial."""
-        budget = TokenBudget(self._limits)
-        first = self._roster.first_live()
-        # One at a time: a later arrival never enters before an earlier one that does not fit.
-        admitting = True
-        for sequence in self._prefill_order():
-            if sequence.uid in self.preempted:
-                continue  # it has just made room for another
-            enters = sequence.state is State.WAITING
-            if enters and admitting:
-                admitting = sequence is first or self._has_room_to_grow(sequence)
-            if (enters and not admitting) or not self._source_known(sequence):
-                continue
-            size = self._fit(sequence, budget.chunk(len(sequence.tokens) - sequence.planned_len))
-            if size <= 0:
-                admitting = admitting and not enters
-                continue
-            start = sequence.planned_len
-            final = start + size == len(sequence.tokens)
-            phase = Phase.FINAL_CHUNK if final else Phase.CHUNK
-            self._take(PlannedRow(sequence, phase, start, size, enters=enters))
-            budget.take(size)
-            if not final or budget.spent:
-                return
-
-    def _prefill_order(self) -> list[Sequence]:
-        partial = [s for s in self._roster.resident.values() if s.state is State.PREFILL]
-        entering = self._roster.waiting.head(self._roster.slots.num_free)
-        return sorted([*partial, *entering], key=lambda s: s.order)
-
-    def _has_room_to_grow(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence fits with the output expected of it and of others."""
-        roster = self._roster
-        if self._promised is None:
-            self._promised = sum(self._promise(s) for s in roster.resident.values())
-            self._promised += sum(self._promise(row.sequence) for row in self.rows if row.enters)
-        # One block more than its tokens need in any case: a preempted sequence must not come back
-        # only to leave again.
-        whole = num_blocks_for(len(sequence.tokens), self._limits.block_size)
-        wanted = max(whole + 1, self._promise(sequence))
-        return wanted <= roster.pools.num_free - self._promised
-
-    def _promise(self, sequence: Sequence) -> int:
-        """Return the blocks a sequence will still take for its tokens and its expected output."""
-        growth = self._roster.growth.tokens(sequence.remaining)
-        return sequence.table.missing(len(sequence.tokens) + growth)
-
-    def _fit(self, sequence: Sequence, size: int) -> int:
-        """Return how much of a chunk fits; the first on the device makes room for itself."""
-        roster = self._roster
-        room = sequence.table.room(roster.pools.num_free) - sequence.planned_len
-        # With rows chosen before this one, the step is not empty: whoever got them may have taken
-        # the last blocks, and it is early to say that nobody else can make room.
-        waits = sequence.state is State.WAITING or bool(self.rows)
-        while room <= 0 and not waits and roster.is_first_resident(sequence):
-            if roster.pending_free():
-                break
-            victim = roster.victim()
-            if victim is None:
-                self._exhausted(sequence)
-                return 0
-            self._preempt(victim)
-            room = sequence.table.room(roster.pools.num_free) - sequence.planned_len
-        return min(size, room)
-
-    # Both
-
-    def _source_known(self, sequence: Sequence) -> bool:
-        """Whether the host or the previous step's carry knows where the sequence stands."""
-        return not sequence.unsettled or sequence.unsettled[-1] == self._previous_step
-
-    def _take(self, row: PlannedRow) -> None:
-        before = self._promise(row.sequence) if self._promised is not None and not row.enters else 0
-        self._roster.reserve(row)
-        self.rows.append(row)
-        if self._promised is not None:
-            self._promised += self._promise(row.sequence) - before
-
-    def _preempt(self, victim: Sequence) -> None:
-        self.preempted.append(victim.uid)
-        self._roster.preempt(victim)
-
-    def _exhausted(self, sequence: Sequence) -> None:
-        """End the only sequence left: nobody can make room for it. Its steps are settled first."""
-        if sequence.unsettled:
-            return
-        roster = self._roster
-        error = EXHAUSTED.format(
-            length=len(sequence.tokens), total=roster.pools.num_blocks, size=self._limits.block_size
-        )
-        ended = roster.end(sequence, FinishReason.ERROR, error, code="cache_exhausted")
-        self.ended.append(ended)
+            self.prefill_rows.preempt(victim)

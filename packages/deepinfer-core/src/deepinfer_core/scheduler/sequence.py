@@ -1,23 +1,17 @@
-"""One request on its way through the scheduler: its states and its books.
-
-Two lengths exist and only two: L = `settled_len`, positions whose content the host knows is final,
-and U = `planned_len` = L + I, one past the highest position that a launched step may have written.
-"""
+"""One request on its way through the scheduler: its states and its books."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from enum import StrEnum
 
 from deepinfer_core.cache.block_pool import Owner
-from deepinfer_core.cache.block_table import BlockTable
+from deepinfer_core.cache.prefix_index import Node
 from deepinfer_core.scheduler.budget import SchedulerLimits
-from deepinfer_core.types import FinishReason, Request
+from deepinfer_core.scheduler.lanes import Lanes
+from deepinfer_core.types import Request
 
-__all__ = ["LIVE", "TRANSITIONS", "Order", "Produced", "Sequence", "State"]
+__all__ = ["LIVE", "TRANSITIONS", "Order", "Sequence", "State"]
 
 
 class State(StrEnum):
@@ -52,77 +46,98 @@ LIVE = (State.PREFILL, State.RUNNING, State.PREEMPTING)  # on the device, and re
 Order = tuple[int, int]  # (-priority, arrival): the first sequence in this order is never preempted
 
 
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """What is left of an accepted run after the first stop or cap, and why the request ends."""
-
-    token_ids: Seq[int]
-    finish_reason: FinishReason | None
-
-
 class Sequence:
-    """A request and everything the scheduler knows of it. Only `move` changes the state."""
+    """A request and everything the scheduler knows of it. Only `move` changes the state.
+
+    What changes with every step stands in the lane of its slot; without a slot nothing is computed.
+    """
 
     __slots__ = (
         "arrival",
         "cap",
+        "constraint",
         "generation",
-        "inflight",
-        "last_step",
+        "keeps_to_itself",
+        "keys",
+        "lanes",
+        "node",
+        "num_cached",
         "num_preemptions",
-        "num_unsettled_samples",
+        "order",
         "owner",
+        "pending_window",
         "prompt_len",
         "prompt_logprobs_from",
         "released",
+        "replayed",
         "request",
-        "settled_len",
         "slot",
         "state",
-        "table",
         "tail_start",
         "tokens",
         "uid",
-        "unsettled",
     )
 
-    def __init__(
-        self, request: Request, arrival: int, table: BlockTable, limits: SchedulerLimits
-    ) -> None:
+    def __init__(self, request: Request, arrival: int, lanes: Lanes, limits: SchedulerLimits):
         """Make a sequence that nothing was computed of.
 
         Args:
             request: what to do.
             arrival: grows with every submitted request.
-            table: an empty block table.
+            lanes: columns of all slots.
             limits: for the context length and the window.
         """
         self.request = request
         self.uid = request.uid
         self.prompt_len = prompt_len = len(request.prompt_token_ids)
         self.arrival = arrival
+        self.order: Order = (-request.priority, arrival)
+        self.lanes = lanes
         self.cap = min(request.params.max_tokens, limits.max_model_len - prompt_len)
         # Always of the original prompt: a recompute then repeats the same arithmetic.
         self.tail_start = max(0, prompt_len - limits.window) if request.replay_decoder else 0
         self.tokens = list(request.prompt_token_ids)  # committed: prompt and output
+        self.constraint = request.constraint
+        self.keys: list[bytes] = []  # chain keys of the full blocks of `tokens`, as far as needed
+        self.keeps_to_itself = False  # takes no part in the prefix index any more
         self.state = State.NEW
         self.generation = -1
         self.num_preemptions = 0
+        self.num_cached = 0  # prompt tokens of the first hit
+        self.replayed = False
         self.prompt_logprobs_from = 1  # first prompt position not delivered
-        self.restart(table)
+        self.restart()
 
-    def restart(self, table: BlockTable) -> None:
-        """Start a new generation: nothing is computed and `table` is empty."""
+    def restart(self) -> None:
+        """Start a new generation: nothing is computed."""
         self.generation += 1
         self.owner = Owner(self.uid, self.generation)  # of the generation's blocks and slot
-        self.table = table
         self.slot: int | None = None
-        self.settled_len = 0
-        self.inflight = 0
-        self.unsettled: deque[int] = deque()
-        self.num_unsettled_samples = 0
-        self.last_step = 0
+        self.node: Node | None = None  # deepest published prefix that it reads or wrote
+        self.pending_window: tuple[int, int] | None = None  # (slot, length) being stored
         self.released = False
+
+    def enter(self, slot: int, max_drafts: int) -> None:
+        """Take a slot and start its lane."""
+        wanted = self.request.max_drafts
+        self.slot = slot
+        self.lanes.enter(
+            slot,
+            uid=self.uid,
+            generation=self.generation,
+            num_tokens=len(self.tokens),
+            limit=self.prompt_len + self.cap,
+            max_drafts=max_drafts if wanted is None else min(wanted, max_drafts),
+            tail_start=self.tail_start,
+            stop_ids=self.request.stop_ids,
+            constrained=self.constraint is not None,
+            strict=self.request.strict,
+        )
+
+    def leave(self) -> None:
+        """Give the slot of a reservation back whose step is not launched."""
+        assert self.slot is not None, f"request {self.uid} has no slot to leave"
+        self.slot = None
 
     def move(self, state: State) -> None:
         """Change the state along `TRANSITIONS`."""
@@ -130,16 +145,34 @@ class Sequence:
             f"request {self.request.uid} cannot go from {self.state.value} to {state.value}"
         )
         self.state = state
+        if self.slot is not None:
+            prefilling, running = state is State.PREFILL, state is State.RUNNING
+            self.lanes.place(self.slot, live=state in LIVE, prefilling=prefilling, running=running)
 
     @property
-    def order(self) -> Order:
-        """Place among all sequences: priority first, then arrival."""
-        return (-self.request.priority, self.arrival)
+    def settled_len(self) -> int:
+        """L: positions whose content the host knows to be final."""
+        return 0 if self.slot is None else int(self.lanes.all.settled[self.slot])
 
     @property
     def planned_len(self) -> int:
         """U: one past the highest position that a launched step may have written."""
         return self.settled_len + self.inflight
+
+    @property
+    def inflight(self) -> int:
+        """I: tokens that launched steps compute and that are not settled."""
+        return 0 if self.slot is None else int(self.lanes.all.inflight[self.slot])
+
+    @property
+    def unsettled(self) -> int:
+        """Launched steps that contain it and are not settled."""
+        return 0 if self.slot is None else int(self.lanes.all.unsettled[self.slot])
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last launched step that contains it, 0 if there is none."""
+        return 0 if self.slot is None else int(self.lanes.all.last_step[self.slot])
 
     @property
     def num_produced(self) -> int:
@@ -149,17 +182,5 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens that may still be produced; a sampling step in flight counts as one."""
-        return self.cap - self.num_produced - self.num_unsettled_samples
-
-    def produce(self, token_ids: Seq[int]) -> Produced:
-        """Commit tokens up to the first stop or cap, in position order."""
-        room = self.cap - self.num_produced
-        reason = FinishReason.LENGTH if len(token_ids) >= room else None
-        kept = token_ids[:room]
-        stop_ids = self.request.stop_ids
-        for index, token_id in enumerate(kept):
-            if token_id in stop_ids:
-                kept, reason = kept[: index + 1], FinishReason.STOP
-                break
-        self.tokens.extend(kept)
-        return Produced(kept, reason)
+        samples = 0 if self.slot is None else int(self.lanes.all.samples[self.slot])
+        return self.cap - self.num_produced - samples
