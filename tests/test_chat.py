@@ -61,6 +61,14 @@ def test_same_conversation_is_answered_alike_alone_and_in_a_batch(llm: LLM) -> N
     assert alone.message == first.message == third.message
 
 
+def test_usage_tells_what_was_found_in_the_cache(model: Path) -> None:
+    with LLM(model, accelerator="cpu", block_size=4) as llm:
+        cold, warm = (llm.chat(HELLO, max_tokens=3, seed=1)[0] for _ in range(2))
+    usage = [each.response["usage"]["prompt_tokens_details"] for each in (cold, warm)]  # type: ignore[index]
+    assert usage[0]["cached_tokens"] == 0
+    assert usage[1]["cached_tokens"] == warm.output.num_cached_tokens > 0
+
+
 def test_logprobs_of_the_answer_come_with_the_response(llm: LLM) -> None:
     (output,) = llm.chat(HELLO, thinking=False, seed=2, max_tokens=6, logprobs=True, top_logprobs=2)
     assert output.response is not None

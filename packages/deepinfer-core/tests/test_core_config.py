@@ -124,3 +124,8 @@ def test_every_option_has_help_and_a_group() -> None:
 
 def test_all_names_are_shown_when_none_is_near() -> None:
     assert did_you_mean("zzz", ["alpha", "beta"]) == "Known: `alpha`, `beta`."
+
+
+def test_stored_windows_without_a_prefix_cache_are_refused() -> None:
+    with pytest.raises(ConfigError, match="`stored_windows` is 2"):
+        EngineConfig(stored_windows=2, prefix_cache=False)

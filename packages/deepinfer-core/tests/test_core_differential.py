@@ -422,3 +422,33 @@ def test_a_stream_with_an_abort_in_the_middle_is_that_of_the_serial_engine(folde
     for index, output in last.items():
         assert texts[index] == output.text
     assert again == wanted
+
+
+def test_repeated_prompts_that_load_and_need_the_same_slots_all_end(folder) -> None:
+    """A window that one of them is to load cannot be evicted for the slot of another."""
+    options: dict[str, object] = {"max_model_len": 96, "num_blocks": 64, "block_size": BLOCK}
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with LLM(
+        folder,
+        accelerator="cpu",
+        determinism="strict",
+        stored_windows=1,
+        max_sequences=2,
+        **options,
+    ) as llm:
+        first = [llm.generate([ids], params)[0] for ids in ([5] * 40, [7] * 40)]
+        again = llm.generate([[5] * 40, [7] * 40], params)
+        assert [each.token_ids for each in again] == [each.token_ids for each in first]
+        llm.engine.audit()
+
+
+def test_exact_requests_never_meet_blocks_that_stand_behind_a_replay(folder) -> None:
+    watched = Watched(folder, stored_windows=4, numerics="ideal")
+    prompt = prompt_of(63)
+    watched.serve(prompt[:33], bounded_replay="encoder")
+    assert watched.serve(prompt, bounded_replay="encoder").num_cached_tokens > 0
+    cold = watched.serve(prompt, bounded_replay="off")
+    warm = watched.serve(prompt, bounded_replay="off")
+    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens == 60
+    assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
+    watched.llm.close()

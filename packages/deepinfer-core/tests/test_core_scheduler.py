@@ -993,6 +993,28 @@ def test_counts_tell_where_requests_are(make):
     loop.run()
 
 
+def test_a_uid_in_use_is_refused(make):
+    loop = make()
+    loop.submit(make_request(1))
+    with pytest.raises(DuplicateRequest, match="uid 1"):
+        loop.submit(make_request(1, client_id="other"))
+    loop.run()
+    loop.expect_reference(1)
+
+
+def test_nothing_follows_the_update_of_a_request_that_was_finished_before_it_was_told(make):
+    loop = make()
+    loop.submit(make_request(1), make_request(2))
+    loop.step()
+    plan = loop.plan()
+    loop.unsettled.clear()
+    settlement = loop.scheduler.settle(plan, loop.worker.result(plan))
+    assert loop.scheduler.finish(1) is not None
+    assert [update.uid for update in settlement.finish()] == [2]
+    loop.scheduler.abort("r2")
+    loop.scheduler.pop_updates()
+
+
 def test_nothing_to_do_is_none(make):
     loop = make()
     assert loop.scheduler.plan() is None

@@ -13,7 +13,12 @@ from deepinfer_core.cache.prefix_index import Node, PrefixIndex
 from deepinfer_core.cache.slots import SlotPool
 from deepinfer_core.scheduler.sequence import Sequence
 
-__all__ = ["DeferredRelease", "Scrub", "Tickets"]
+__all__ = ["DeferredRelease", "Scrub", "Tickets", "cannot_revoke"]
+
+
+def cannot_revoke(ticket: int) -> bool:
+    """Return False: no peer can be shut out."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)

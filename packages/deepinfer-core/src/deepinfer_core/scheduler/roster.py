@@ -50,8 +50,6 @@ class Roster:
         self.resident: dict[int, Sequence] = {}
         self.leaving: dict[int, Sequence] = {}
         self.by_client: dict[str, Sequence] = {}
-        self.told: set[int] = set()
-        """Requests on their way out whose terminal update was handed out ahead of their steps."""
         self.by_slot: list[Sequence | None] = [None] * num_slots
         self.last_settled = 0
         self._num_arrivals = 0
@@ -192,7 +190,6 @@ class Roster:
     def _gone(self, sequence: Sequence) -> None:
         sequence.move(State.GONE)
         del self.leaving[sequence.uid]
-        self.told.discard(sequence.uid)
 
     # Facts that decisions rest on
 

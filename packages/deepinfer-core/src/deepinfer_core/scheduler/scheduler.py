@@ -8,7 +8,7 @@ An engine's loop, with some steps unsettled at any time or, in the serial loop, 
     ticket = worker.launch(plan)
     updates = settlement.finish()               # what clients see and the next plan does not need
     updates += scheduler.pop_updates()          # requests that ended outside a step
-    if scrub := scheduler.scrub():              # after a request whose values were not finite
+    if scrub := scheduler.scrub():              # after values that were not finite
         worker.scrub(scrub.blocks, scrub.slots)
         scheduler.scrubbed(scrub)
 """
@@ -32,7 +32,7 @@ from deepinfer_core.scheduler.counts import SchedulerCounts, counts_of
 from deepinfer_core.scheduler.decision import Ballot, decide
 from deepinfer_core.scheduler.lanes import CONSTRAINED
 from deepinfer_core.scheduler.ledger import InflightLedger
-from deepinfer_core.scheduler.release import Scrub
+from deepinfer_core.scheduler.release import Scrub, cannot_revoke
 from deepinfer_core.scheduler.roster import Roster
 from deepinfer_core.scheduler.selection import Selection
 from deepinfer_core.scheduler.sequence import LIVE, Sequence, State
@@ -44,11 +44,6 @@ from deepinfer_core.types import FinishReason, Request, SequenceUpdate
 __all__ = ["Scheduler"]
 
 
-def _cannot_revoke(ticket: int) -> bool:
-    """Return False: no peer can be shut out."""
-    return False
-
-
 class Scheduler:
     """Continuous batching over block pools and a slot pool."""
 
@@ -56,7 +51,7 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         cost_model: CostModel | None = None,
-        revoke: Callable[[int], bool] = _cannot_revoke,
+        revoke: Callable[[int], bool] = cannot_revoke,
     ) -> None:
         """Start with nothing to do.
 
@@ -76,6 +71,7 @@ class Scheduler:
         self._prefill_run = 0
         self._preempted: list[int] = []  # not yet told to a worker
         self._outbox: list[SequenceUpdate] = []
+        self._untold: list[Settlement] = []  # of the last steps; clients may not know of them
         self._revoke = revoke
         self._cost = None if cost_model is None else OnlineCostModel(cost_model)
         self._budget: ChunkBudget | None = None  # of the step that is being built
@@ -123,7 +119,8 @@ class Scheduler:
         sequence = self._roster.find(uid)
         if sequence is None:
             return None
-        self._roster.told.add(uid)
+        for settlement in self._untold:
+            settlement.finished.add(uid)
         return self._roster.end(sequence, reason)
 
     def pop_updates(self) -> tuple[SequenceUpdate, ...]:
@@ -153,7 +150,7 @@ class Scheduler:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether nothing can be planned before somebody else acts: resumes, ends a transfer."""
+        """Whether somebody else has to act first: to resume, or to end a transfer."""
         return self.paused or len(self._roster.releases.tickets) > 0
 
     @property
@@ -205,8 +202,8 @@ class Scheduler:
             kind: what was decided with others; None decides alone. If nothing of that kind can run
                 and there are no others, the step becomes one of the other kind.
         Returns:
-            None when nothing can run: idle, paused, or everything waits for a settlement or for
-            `scrubbed`.
+            None when nothing can run: idle, paused, everything waits for a settlement or for
+            `scrubbed`, or the build failed for want of memory.
         """
         if self.paused:
             return None
@@ -276,7 +273,9 @@ class Scheduler:
         assert plan.output.step_seq == result.step_seq, "the result belongs to another step"
         step = self._close(plan)
         try:
-            return settle_rows(self._roster, step, result)
+            settlement = settle_rows(self._roster, step, result)
+            self._untold = [*(each for each in self._untold if not each.told), settlement]
+            return settlement
         except BaseException:  # a fault of ours, or Ctrl-C
             failed = f"Step {result.step_seq} was cut off while its results were applied."
             self._outbox += self._fail_rows(step, failed)
@@ -335,7 +334,8 @@ class Scheduler:
         """
         self._roster.audit()
         self._ledger.audit()
-        planned = sum(_new_rows(step.plan) for step in self._steps)
+        rows_of = [step.plan.rows for step in self._steps]
+        planned = sum(int((rows.num_rows - rows.num_replay).sum()) for rows in rows_of)
         if planned != self._ledger.total_inflight_tokens:
             raise AssertionError(
                 f"{self._ledger.total_inflight_tokens} tokens in flight, steps have {planned}"
@@ -445,7 +445,3 @@ class Scheduler:
         for node in step.pinned:
             self._roster.prefixes.index.unpin_window(node)
         return step
-
-
-def _new_rows(plan: StepPlan) -> int:
-    return int((plan.rows.num_rows - plan.rows.num_replay).sum())

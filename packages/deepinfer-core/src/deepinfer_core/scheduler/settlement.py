@@ -48,6 +48,8 @@ class Settlement:
             when there are none.
         failed: row -> why its grammar failed.
         runs: the committed tokens of each row.
+        finished: requests whose terminal update was handed out since.
+        told: whether clients were told.
     """
 
     step: UnsettledStep
@@ -58,6 +60,8 @@ class Settlement:
     ends: dict[int, SequenceUpdate] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     runs: list[tuple[int, ...]] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+    told: bool = False
 
     def finish(self) -> tuple[SequenceUpdate, ...]:
         """Return what the step means for requests, in plan order, and publish what is final."""
@@ -86,9 +90,9 @@ class Settlement:
             found[row] = self._special_update(row, logprobs.get(row, ()))
         for row in () if self.dead is None else self.dead.nonzero()[0].tolist():
             found[row] = None
-        if self.roster.told:  # nothing follows a terminal update
-            told = self.roster.told
-            found = [None if each is None or each.uid in told else each for each in found]
+        self.told = True
+        if self.finished:  # nothing follows a terminal update
+            found = [each for each in found if each is None or each.uid not in self.finished]
         return tuple(update for update in found if update is not None)
 
     def publish(self) -> None:
