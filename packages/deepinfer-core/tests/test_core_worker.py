@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from deepinfer_core.bench.make_checkpoint import write_checkpoint
-from deepinfer_core.bench.presets import config_json, yarn
 from deepinfer_core.bench.whole_texts import open_model
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.cpu.backend import CpuBackend
@@ -24,6 +22,7 @@ from deepinfer_core.plans import RowStatus
 from deepinfer_core.testing.drafters import NgramDrafter, ScriptedDrafter, right_with
 from deepinfer_core.testing.rig import Part, Rig, Text
 from deepinfer_core.testing.runs import load_run
+from deepinfer_core.testing.tiny_model import tiny_config
 from deepinfer_core.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -31,44 +30,6 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, logprobs=0)
 PENALISED = SamplingParams(
     temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={9: 2.0}, logprobs=1
 )
-
-
-def tiny_config() -> dict[str, Any]:
-    """Return four layers: a window alone, a pair source, a single source, one that reads it."""
-    return config_json(
-        vocab_size=384,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        head_dim=32,
-        qk_rope_head_dim=8,
-        q_lora_rank=32,
-        o_lora_rank=32,
-        o_groups=2,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        hc_mult=2,
-        max_position_embeddings=512,
-        rope_scaling=yarn(factor=8, original=64),
-        sliding_window=8,
-        compress_ratios=[0, 2, 1, 1],
-        kv_source_layer_ids=[1, 2],
-        index_source_layer_ids=[1, 2],
-        index_n_heads=2,
-        index_head_dim=32,
-        index_topk=6,
-        candidate_source_layer_id=2,
-        candidate_topk_blocks=3,
-        candidate_block_size=2,
-        engram_layer_ids=[0],
-        engram_num_embeddings=[384],
-        engram_max_ngram_size=3,
-        engram_vocab_size=50,
-        engram_n_heads=3,
-        engram_head_dim=32,
-        num_nextn_predict_layers=0,
-    )
 
 
 @pytest.fixture(scope="module")
