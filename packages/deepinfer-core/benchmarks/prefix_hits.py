@@ -28,9 +28,10 @@ from fake_load import VOCAB, Bench, limits_for
 
 from deepinfer_core import LLM, SamplingParams
 from deepinfer_core.bench.make_checkpoint import write_checkpoint
-from deepinfer_core.bench.presets import config_json, yarn
+from deepinfer_core.bench.presets import yarn
 from deepinfer_core.bench.report import print_table, report
 from deepinfer_core.scheduler import SchedulerLimits
+from deepinfer_core.testing.tiny_model import tiny_config
 from deepinfer_core.types import Request
 
 WINDOW, BLOCK_SIZE = 128, 64
@@ -39,39 +40,13 @@ CONCURRENT = 8
 
 def small_config(max_len: int) -> dict[str, Any]:
     """Return the smallest model with every kind of layer, a window of 128 and a long context."""
-    return config_json(
-        vocab_size=384,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        head_dim=32,
-        qk_rope_head_dim=8,
-        q_lora_rank=32,
-        o_lora_rank=32,
-        o_groups=2,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        hc_mult=2,
+    return tiny_config(
         max_position_embeddings=max_len,
         rope_scaling=yarn(factor=max_len / 1024, original=1024),
         sliding_window=WINDOW,
-        compress_ratios=[0, 2, 1, 1],
-        kv_source_layer_ids=[1, 2],
-        index_source_layer_ids=[1, 2],
-        index_n_heads=2,
-        index_head_dim=32,
         index_topk=64,
-        candidate_source_layer_id=2,
         candidate_topk_blocks=16,
         candidate_block_size=4,
-        engram_layer_ids=[0],
-        engram_num_embeddings=[384],
-        engram_max_ngram_size=3,
-        engram_vocab_size=50,
-        engram_n_heads=3,
-        engram_head_dim=32,
-        num_nextn_predict_layers=0,
     )
 
 

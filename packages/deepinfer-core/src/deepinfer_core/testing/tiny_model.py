@@ -9,9 +9,13 @@ from deepinfer_core.bench.presets import config_json, yarn
 __all__ = ["tiny_config"]
 
 
-def tiny_config() -> dict[str, Any]:
-    """Return four layers: a window alone, a pair source, a single source, one that reads it."""
-    return config_json(
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """Return four layers: a window alone, a pair source, a single source, one that reads it.
+
+    Args:
+        changes: fields with other values, as for `config_json`.
+    """
+    fields = dict(
         vocab_size=384,
         hidden_size=64,
         num_hidden_layers=4,
@@ -46,3 +50,4 @@ def tiny_config() -> dict[str, Any]:
         engram_head_dim=32,
         num_nextn_predict_layers=0,
     )
+    return config_json(**{**fields, **changes})
