@@ -221,6 +221,13 @@ def test_short_rest_is_taken_within_a_tenth_over_the_budget() -> None:
     assert (budget.overruns, budget.absorbed, budget.spent) == (0, 1, True)
 
 
+def test_short_rest_that_finds_no_room_is_no_reason_to_exceed_the_budget() -> None:
+    budget = ChunkBudget(limits(), CostModel(k0=0, k1=10, k2=1e-9, k3=0, kt=0), 1000)
+    wish = budget.chunk(0, 105, 105)
+    assert wish == 105, "the rest is taken within a tenth over the budget"
+    assert budget.chunk(0, 105, 105, most=104) <= 96
+
+
 def test_short_rest_is_weighed_with_what_the_step_takes_already() -> None:
     budget = ChunkBudget(limits(), ROWS, 10_000)
     budget.take(40, 0)

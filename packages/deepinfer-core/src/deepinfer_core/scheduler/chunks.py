@@ -89,6 +89,7 @@ class ChunkBudget:
         *,
         replay_rows: int = 0,
         tail_start: int = 0,
+        most: int | None = None,
     ) -> int:
         """Return the size of a sequence's next chunk in new tokens; 0 if none fits.
 
@@ -99,8 +100,11 @@ class ChunkBudget:
             replay_rows: rows before the new ones that only rebuild windows; they take rows and
                 time.
             tail_start: rows below this position skip the late layers.
+            most: tokens that it can have room for; None is any number.
         """
         limit = min(missing, self._max_chunk, self._rows - replay_rows)
+        if most is not None:
+            limit = min(limit, most)
         if self._model is None or limit <= 0:
             return max(0, limit)
         place = _Place(computed, replay_rows, tail_start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from deepinfer_core.cache.block_pool import PoolExhausted
@@ -140,16 +142,19 @@ class PrefillRows:
         num_replay = 0 if resume is None else resume.plan.num_replay
         missing = len(sequence.tokens) - computed
         pause = self._roster.prefixes.point_to_store(sequence)
-        size = budget.chunk(
+        chunk = partial(
+            budget.chunk,
             computed,
             missing,
             sequence.prompt_len,
             replay_rows=num_replay,
             tail_start=sequence.tail_start,
         )
-        if computed < pause < computed + size:
-            size = pause - computed
-        size = self._fit(sequence, resume, computed, size)
+        wish = chunk()
+        most = pause - computed if computed < pause < computed + wish else wish
+        size = self._fit(sequence, resume, computed, most)
+        if 0 < size < wish:
+            size = chunk(most=size)  # a rest that is not taken is no reason to exceed the budget
         if size <= 0:
             return None
         final = size == missing
