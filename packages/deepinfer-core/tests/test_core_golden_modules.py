@@ -46,7 +46,7 @@ def test_fp4_rows_widen_exactly():
 def test_engram_rows_widen_exactly():
     payload = DATA["engram_row.q"].view(torch.float8_e4m3fn)
     table = Weight(payload, DATA["engram_row.scale"], "fp8_row")
-    found = CpuBackend("ideal").engram_read(table, torch.arange(7).unsqueeze(-1))
+    found = CpuBackend("ideal").engram_fetch(table, torch.arange(7).unsqueeze(-1))()
     close(found, "engram_row.value", 0)
 
 

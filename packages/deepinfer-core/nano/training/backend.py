@@ -8,6 +8,7 @@ compiles. `picks` and `candidates` are masks here, opaque to the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -326,9 +327,9 @@ class TrainingBackend:
         """See `KernelBackend.engram_rows`."""
         return ops.engram_rows(folded, rows.positions, pad_id, multipliers, primes)
 
-    def engram_read(self, table: Matrix, row_ids: Tensor) -> Tensor:
-        """See `KernelBackend.engram_read`."""
-        return ops.gather(row_ids, table.payload, self.activation_dtype).flatten(1)
+    def engram_fetch(self, table: Matrix, row_ids: Tensor) -> Callable[[], Tensor]:
+        """See `KernelBackend.engram_fetch`."""
+        return lambda: ops.gather(row_ids, table.payload, self.activation_dtype).flatten(1)
 
     def engram_gate(
         self,

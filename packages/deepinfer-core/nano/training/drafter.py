@@ -101,7 +101,10 @@ class _PackedDrafter(Drafter):
         self._anchor_rows = rows
 
     def _rows(
-        self, backend: KernelBackend, positions: Sequence[int], slots: Sequence[int]
+        self,
+        backend: KernelBackend,
+        positions: Sequence[int] | Tensor,
+        slots: Sequence[int] | Tensor,
     ) -> RowBatch:
         return cast(RowBatch, self._anchor_rows)
 

@@ -709,10 +709,11 @@ class KernelBackend(Protocol):
             [layers, B, (n - 1) * heads] int64, offsets of the columns included.
         """
 
-    def engram_read(self, table: Matrix, row_ids: Tensor) -> Tensor:
-        """Gather and widen table rows: [B, c] int64 -> [B, c * width] act.
+    def engram_fetch(self, table: Matrix, row_ids: Tensor) -> Callable[[], Tensor]:
+        """Begin to gather and widen table rows [B, c] int64; return what hands them over.
 
-        The table may lie in host memory.
+        The table may lie in host memory; the device may then read it beside what is submitted in
+        between. The function is called once, on the same queue: [B, c * width] act.
         """
 
     def engram_gate(

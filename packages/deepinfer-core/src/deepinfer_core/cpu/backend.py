@@ -5,6 +5,9 @@ Plain torch, on whatever device tensors are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -277,9 +280,9 @@ class CpuBackend:
         """See `KernelBackend.engram_rows`."""
         return engram.engram_rows(folded, history, rows, pad_id, multipliers, primes)
 
-    def engram_read(self, table: Matrix, row_ids: Tensor) -> Tensor:
-        """See `KernelBackend.engram_read`."""
-        return engram.engram_read(table, row_ids, self.activation_dtype)
+    def engram_fetch(self, table: Matrix, row_ids: Tensor) -> Callable[[], Tensor]:
+        """See `KernelBackend.engram_fetch`."""
+        return partial(engram.engram_read, table, row_ids, self.activation_dtype)
 
     def engram_gate(
         self,

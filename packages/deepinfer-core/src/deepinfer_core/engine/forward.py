@@ -186,17 +186,17 @@ class Forward:
         are judged by what the last KV source has read.
         """
         count = len(step.plan.rows)
-        found = torch.zeros(count, dtype=torch.bool, device=rows.positions.device)
+        device = rows.positions.device
         if step.all_verify:
-            return found
+            return torch.zeros(count, dtype=torch.bool, device=device)
         judged = [(done.hidden, done.rows)]
         if probe is not None and probe.seen is not None:
             judged.append((probe.seen, rows))
+        number = torch.zeros(count + 1, dtype=torch.int64, device=device)  # padding comes first
         for values, owners in judged:
             wrong = (~values.isfinite()).flatten(1).any(1)
-            number = torch.zeros(count, dtype=torch.int64, device=wrong.device)
-            found |= number.index_add(0, owners.sequence, wrong.long()) > 0
-        return found & (step.column("phase") != VERIFY)
+            number = number.index_add(0, owners.sequence + 1, wrong.long())
+        return (number[1:] > 0) & (step.column("phase") != VERIFY)
 
     def _sampled_rows(
         self, backend: KernelBackend, forward: StepForward, num_sampled: Tensor

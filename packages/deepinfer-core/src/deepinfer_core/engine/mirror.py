@@ -25,7 +25,8 @@ class Mirror:
         """Allocate both; their addresses never change."""
         self.host = runtime.pinned((size,), dtype)
         self.array: np.ndarray = self.host.numpy()
-        self.device = torch.zeros(size, dtype=dtype, device=runtime.device)
+        # not zeroed: that work could be done after the first copy, which is on another queue
+        self.device = torch.empty(size, dtype=dtype, device=runtime.device)
 
     def send(self, count: int) -> None:
         """Copy the first `count` items to the device (copy-in queue)."""

@@ -136,6 +136,7 @@ class Worker:
             )
             for _ in range(depth + RING_BEYOND_DEPTH)
         ]
+        runtime.synchronize()  # what was made so far was not made on the queues
         self._num_launched = 0
         self._unsampled: _Place | None = None  # its step waits for masks
         self._launching: _Place | None = None  # left set when a launch is cut off, as by Ctrl-C

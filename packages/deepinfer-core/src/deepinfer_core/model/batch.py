@@ -65,7 +65,8 @@ class RowBatch:
         device = backend.runtime.device
 
         def column(values: Sequence[int] | Tensor | None) -> Tensor:
-            values = [0] * len(num_rows) if values is None else values
+            if values is None:
+                return torch.zeros(len(num_rows), dtype=torch.int64, device=device)
             return torch.as_tensor(values, dtype=torch.int64, device=device)
 
         rows, first, places = column(num_rows), column(start), column(slots)
@@ -113,7 +114,9 @@ class RowBatch:
         """
         part = self.queries(keep)
         count = self.sequence_slots.shape[0]
-        kept = torch.bincount(part.sequence + 1, minlength=count + 1)[1:]  # without padding
+        kept = self.row_start.new_zeros(count + 1)
+        kept = kept.index_add(0, part.sequence + 1, torch.ones_like(part.sequence))
+        kept = kept[1:]  # without padding
         row_start = torch.zeros_like(self.row_start)
         row_start[1:] = kept.cumsum(0)
         total = self.row_start[1:] - self.row_start[:-1]

@@ -10,6 +10,7 @@ prompt they need only the last rows (decoder-side bounded replay). `forward` tak
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -130,20 +131,17 @@ class DeepseekV41:
         if embeddings is None:
             embeddings = backend.embed(token_ids, self.weights.embed)
         hidden = start_streams(embeddings, config.hc_mult)
-        memory = self._memory_rows(backend, token_ids, rows, state)
-        selections, features = Selections(), []
+        memory = self._fetch_memory(backend, token_ids, rows, state)
+        selections, features, kept = Selections(), [], None
         for block, role in zip(self.blocks, config.layers, strict=True):
             layer_id = role.layer_id
-            if (
-                role.engram_index is not None
-                and memory is not None
-                and block.weights.engram is not None
-            ):
+            if role.engram_index is not None and block.weights.engram is not None:
+                found = memory[role.engram_index]()
                 streams = apply_engram(
                     backend,
                     block.weights.engram,
                     hidden.streams,
-                    memory[role.engram_index],
+                    found if kept is None else found[kept],
                     config.rms_norm_eps,
                     rows.is_image,
                 )
@@ -165,8 +163,7 @@ class DeepseekV41:
             )
             if keep is not None and tail is not None:
                 rows = rows.select(keep).with_floor(tail.floor)
-                features = [feature[keep] for feature in features]
-                memory = None if memory is None else memory[:, keep]
+                features, kept = [feature[keep] for feature in features], keep
             tap("hidden", layer_id, hidden.streams)
             if role.is_index_source and selections.picks is not None:
                 tap("picks", layer_id, selections.picks)
@@ -180,16 +177,22 @@ class DeepseekV41:
         normed = backend.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
         return backend.linear_float32(normed, self.weights.head)
 
-    def _memory_rows(
+    def _fetch_memory(
         self, backend: KernelBackend, token_ids: Tensor, rows: RowBatch, state: ModelState
-    ) -> Tensor | None:
+    ) -> list[Callable[[], Tensor]]:
+        """Begin to read what every Engram layer needs, in the order of these layers."""
         if self.engram is None:
-            return None
+            return []
         engram = self.engram
         folded = engram.folded(token_ids, rows.is_image)
-        return backend.engram_rows(
+        row_ids = backend.engram_rows(
             folded, state.history, rows, engram.pad_id, engram.multipliers, engram.primes
         )
+        layers = [block.weights.engram for block in self.blocks]
+        tables = [weights.table for weights in layers if weights is not None]
+        return [
+            backend.engram_fetch(table, ids) for table, ids in zip(tables, row_ids, strict=True)
+        ]
 
 
 def _mean(backend: KernelBackend, streams: Tensor) -> Tensor:

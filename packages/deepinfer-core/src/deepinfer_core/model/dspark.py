@@ -79,8 +79,8 @@ class Drafter:
         self,
         backend: KernelBackend,
         last_token_ids: Tensor,
-        positions: Sequence[int],
-        slots: Sequence[int],
+        positions: Sequence[int] | Tensor,
+        slots: Sequence[int] | Tensor,
         state: ModelState,
         pick: Pick = greedy,
     ) -> Drafted:
@@ -109,11 +109,22 @@ class Drafter:
         )
 
     def _rows(
-        self, backend: KernelBackend, positions: Sequence[int], slots: Sequence[int]
+        self,
+        backend: KernelBackend,
+        positions: Sequence[int] | Tensor,
+        slots: Sequence[int] | Tensor,
     ) -> RowBatch:
         """Return rows whose windows hold what precedes the block and all of the block."""
         window, size = self.config.sliding_window, self.config.dspark_block_size
-        rows = RowBatch.build(backend, [size] * len(positions), positions, slots, window=window)
+        count = len(positions)
+        rows = RowBatch.build(
+            backend,
+            torch.full((count,), size, device=backend.runtime.device),
+            positions,
+            slots,
+            window=window,
+            total=count * size,
+        )
         first = rows.first_position[rows.sequence]
         return replace(
             rows,

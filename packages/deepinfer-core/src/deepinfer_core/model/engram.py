@@ -166,11 +166,10 @@ def apply_engram(
     backend: KernelBackend,
     weights: EngramWeights,
     streams: Tensor,
-    row_ids: Tensor,
+    memory: Tensor,
     eps: float,
     is_image: Tensor | None,
 ) -> Tensor:
-    """Return streams [B, S, D] with the gated memory of `row_ids` [B, columns] added."""
-    rows = backend.engram_read(weights.table, row_ids)
-    kv = backend.linear(rows, weights.wkv)
+    """Return streams [B, S, D] with the gated memory [B, columns * width] of each row added."""
+    kv = backend.linear(memory, weights.wkv)
     return backend.engram_gate(streams, kv, weights.q_weight, weights.k_weight, eps, is_image)

@@ -297,10 +297,10 @@ class _Reader:
         return slots.to(self.device)
 
     def engram(self, prefix: str) -> EngramWeights:
-        # the table stays in its file: of its rows a step touches a few
+        # the table stays in its file unless the backend moves it: of its rows a step touches a few
         table = self.checkpoint.matrix(f"{prefix}.embed", mapped=True)
         return EngramWeights(
-            table=table,
+            table=self.backend.prepare(table),
             wkv=self.matrix(f"{prefix}.wkv"),
             q_weight=self.vector(f"{prefix}.q_weight"),
             k_weight=self.vector(f"{prefix}.k_weight"),

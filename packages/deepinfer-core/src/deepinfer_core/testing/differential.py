@@ -36,13 +36,19 @@ _STORED = {"loose": 14, "tight": 3, "least": 2}
 
 @dataclass
 class Outcome:
-    """What a client was told."""
+    """What a client was told.
+
+    Attributes:
+        gave_up: whether it aborted, and not in the very iteration that told it the end: then that
+            was decided before.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
     prompt_logprobs: list[object] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    gave_up: bool = field(default=False, compare=False)
 
     def take(self, update: SequenceUpdate) -> None:
         """Add an update."""
@@ -131,7 +137,7 @@ class Bench:
                 report.differences += [
                     f"{spec.name} (time {time}): {found[spec.name]} instead of {wanted[spec.name]}"
                     for spec in specs
-                    if not _same(spec, found[spec.name], wanted[spec.name])
+                    if not _same(found[spec.name], wanted[spec.name])
                 ]
             totals = server.scheduler.totals
             report.preemptions, report.late_sampling = totals.preemptions, server.late_sampling
@@ -139,8 +145,8 @@ class Bench:
         return report
 
 
-def _same(spec: Spec, found: Outcome, wanted: Outcome) -> bool:
-    return found.cut_off(wanted) if spec.abort_after is not None else found == wanted
+def _same(found: Outcome, wanted: Outcome) -> bool:
+    return found.cut_off(wanted) if found.gave_up else found == wanted
 
 
 class _Server:
@@ -221,16 +227,20 @@ class _Server:
         ]
         for request in requests:
             self.scheduler.submit(request)
-        asked = set()
         for iteration in range(MAX_ITERATIONS):
+            asked_now = []
             for spec, request, outcome in zip(specs, requests, outcomes, strict=True):
-                if request.uid not in asked and _gives_up(spec, outcome, iteration):
-                    asked.add(request.uid)
+                if not outcome.gave_up and _gives_up(spec, outcome, iteration):
+                    outcome.gave_up = True
+                    asked_now.append(outcome)
                     self.loop.post(partial(self.scheduler.abort, request.client_id))
             if not self.loop.has_work:
                 break
             for update in self.loop.iterate():
                 outcomes[update.uid - first_uid].take(update)
+            for outcome in asked_now:
+                if outcome.finish_reason not in (None, FinishReason.ABORT):
+                    outcome.gave_up = False
             self.scheduler.audit()
         assert not self.loop.has_work, f"{MAX_ITERATIONS} iterations do not end it"
         return {spec.name: outcome for spec, outcome in zip(specs, outcomes, strict=True)}

@@ -16,6 +16,7 @@ from torch import Tensor
 from deepinfer_core.bench.whole_texts import open_model
 from deepinfer_core.cpu.backend import CpuBackend
 from deepinfer_core.cpu.runtime import CpuRuntime
+from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.model.batch import RowBatch
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import DeepseekV41, Forwarded, Tail
@@ -51,7 +52,7 @@ class ModelRun:
     """
 
     config: ModelConfig
-    backend: CpuBackend
+    backend: KernelBackend
     model: DeepseekV41
     state: ModelState
     tap: Recorder = field(default_factory=Recorder)
@@ -146,9 +147,13 @@ def load_run(
     max_len: int = 512,
     max_drafts: int = 5,
     device: str = "cpu",
+    backend: KernelBackend | None = None,
 ) -> ModelRun:
-    """Load a model folder, drafter included, with state for some sequences."""
-    backend = CpuBackend(numerics, strict, CpuRuntime(device))
+    """Load a model folder, drafter included, with state for some sequences.
+
+    The reference ops run it in this mode on a device of PyTorch, or another backend does.
+    """
+    backend = backend or CpuBackend(numerics, strict, CpuRuntime(device))
     model = open_model(folder, backend, drafter=True)
     config = model.config
     per_slot = -(-(max_len + max_drafts) // block_size)

@@ -50,7 +50,7 @@ def layer_rows(tokens: list[Tensor], multipliers: Tensor, primes: Tensor) -> Ten
 
 
 def engram_read(table: Matrix, row_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `KernelBackend.engram_read`."""
+    """Gather and widen table rows: [B, c] int64 -> [B, c * width]; the table may lie elsewhere."""
     index = row_ids.flatten().to(table.payload.device)
 
     def rows(stored: Tensor) -> Tensor:
