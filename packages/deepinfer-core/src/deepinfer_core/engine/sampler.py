@@ -190,13 +190,14 @@ class Sampler:
         self._reals[slots] = _numbers(settings[:, 1 + _NUM_INTEGERS :])
         if penalised is not None and prompts is not None and outputs is not None:
             seen, counts = self._counts()
-            seen[penalised] = False
-            seen[prompts[0], prompts[1]] = True
-            counts[penalised] = 0
+            # a number assigned through an index would be copied to the device, and waited for
+            seen.index_fill_(0, penalised, False)
+            seen.index_put_((prompts[0], prompts[1]), torch.ones_like(prompts[0], dtype=torch.bool))
+            counts.index_fill_(0, penalised, 0)
             ones = torch.ones_like(outputs[0], dtype=counts.dtype)
             counts.index_put_((outputs[0], outputs[1]), ones, accumulate=True)
         if self._bias is not None:
-            self._bias[slots] = 0.0
+            self._bias.index_fill_(0, slots, 0.0)
         if bias is not None:
             if self._bias is None:
                 self._bias = torch.zeros(self._num_slots, self._vocab_size, device=self._device)

@@ -106,7 +106,7 @@ class NgramDrafter:
 
     def admit(self, entering: Entering) -> None:
         """See `Drafter.admit`."""
-        self._tokens[entering.slots] = -1
+        self._tokens.index_fill_(0, entering.slots, -1)
         slots, positions, token_ids = entering.history
         self._tokens[slots, positions] = token_ids
 

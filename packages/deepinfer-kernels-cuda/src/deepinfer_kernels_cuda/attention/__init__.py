@@ -1,0 +1,1 @@
+"""Window rings, compressor, index scores and selection, sparse attention."""

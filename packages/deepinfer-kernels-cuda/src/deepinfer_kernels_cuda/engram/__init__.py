@@ -1,0 +1,1 @@
+"""Engram: hashed n-grams, table reads, gated addition."""

@@ -1,0 +1,1 @@
+"""Hyper-connections: coefficients of the residual streams, their collapse and merge."""

@@ -1,0 +1,1 @@
+"""Router, permutation of rows, routed experts and the shared expert."""

@@ -1,0 +1,123 @@
+"""Second product over FP4 weights."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer_kernels_cuda.kernel_math import as_bf16, dot
+from deepinfer_kernels_cuda.linear.overlap import OVERLAP, begin
+from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE, scale_plane, widen_words
+from deepinfer_kernels_cuda.moe.fp4_tiles import (
+    columns_of,
+    down_config,
+    settle_sums,
+    settles,
+)
+from deepinfer_kernels_cuda.moe.permute import Permutation
+from deepinfer_kernels_cuda.moe.prepare import BLOCK as BLOCK_CHANNELS
+from deepinfer_kernels_cuda.moe.prepare import PreparedExperts
+from deepinfer_kernels_cuda.moe.tiles import tile_of
+
+__all__ = ["run_down"]
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _down(
+    x_ptr,
+    w2_ptr,
+    s2_ptr,
+    order_ptr,
+    tile_ptr,
+    out_ptr,
+    inner,
+    width,
+    panel_rows,
+    num_blocks,
+    num_tiles,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    SETTLE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    begin()
+    row_tile, out_tile = tile_of(tl.program_id(0), num_tiles, tl.cdiv(width, BM), GROUP)
+    slot = tl.load(tile_ptr + 3 * row_tile).to(tl.int64)
+    if slot < 0:
+        return
+    first = tl.load(tile_ptr + 3 * row_tile + 1)
+    count = tl.load(tile_ptr + 3 * row_tile + 2)
+    n = tl.arange(0, BN)
+    m = out_tile * BM + tl.arange(0, BM)
+    c = tl.arange(0, PLANE)
+    panel = slot * num_blocks * panel_rows
+    w2 = w2_ptr + panel * PLANE + (m[:, None] * PLANE + c[None, :])
+    s2 = s2_ptr + panel + m
+    row = (first + tl.minimum(n, count - 1)).to(tl.int64)
+    x = x_ptr + row[:, None] * inner + c[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for block in range(num_blocks):
+        words = tl.load(w2)
+        scales = tl.load(s2)
+        p0, p1, p2, p3 = widen_words(words)
+        x0 = columns_of(x, block, 0, inner, EVEN).T
+        acc = dot(scale_plane(p0, scales, 0, WIDE), x0, acc)
+        x1 = columns_of(x, block, 1, inner, EVEN).T
+        acc = dot(scale_plane(p1, scales, 1, WIDE), x1, acc)
+        x2 = columns_of(x, block, 2, inner, EVEN).T
+        acc = dot(scale_plane(p2, scales, 2, WIDE), x2, acc)
+        x3 = columns_of(x, block, 3, inner, EVEN).T
+        acc = dot(scale_plane(p3, scales, 3, WIDE), x3, acc)
+        if SETTLE:
+            acc = settle_sums(acc)
+        w2 += panel_rows * PLANE
+        s2 += panel_rows
+        x += BLOCK
+    pair = tl.load(order_ptr + first + n, mask=n < count, other=0).to(tl.int64)
+    place = pair[:, None] * width + m[None, :]
+    inside = (n < count)[:, None] & (m < width)[None, :]
+    tl.store(out_ptr + place, as_bf16(tl.trans(acc)), mask=inside)
+
+
+def run_down(
+    x: Tensor,
+    w2: PreparedExperts,
+    permutation: Permutation,
+    tile_rows: int,
+    top_k: int,
+) -> Tensor:
+    """Return the parts of all pairs, [B, k, D] bfloat16, of the result of `run_gate_up`.
+
+    Parts of pairs without a slot are left as they were in memory.
+    """
+    width, inner = w2.shape
+    num_pairs, num_tiles = permutation.order.shape[0], permutation.tiles.shape[0]
+    out = torch.empty((num_pairs // top_k, top_k, width), dtype=torch.bfloat16, device=x.device)
+    config = down_config(tile_rows)
+    _down[(num_tiles * triton.cdiv(width, config.out_rows),)](
+        x,
+        w2.payload,
+        w2.scale,
+        permutation.order,
+        permutation.tiles,
+        out,
+        inner,
+        width,
+        w2.payload.shape[2],
+        w2.payload.shape[1],
+        num_tiles,
+        EVEN=inner % BLOCK_CHANNELS == 0,
+        WIDE=w2.wide_scales,
+        SETTLE=settles(config, x),
+        BM=config.out_rows,
+        BN=tile_rows,
+        GROUP=config.group,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **OVERLAP,
+    )
+    return out

@@ -1,0 +1,1 @@
+"""Step plumbing: rows of ragged sequences, corrections from the carry of the step before."""
