@@ -203,6 +203,10 @@ def test_no_lines_is_no_output(run) -> None:
         (["--input", "/no/such/file"], "cannot be read"),
         (["--prompt", "a", "--temperature", "-1"], "`temperature` is -1.0"),
         (["--prompt", "a", "--bounded-replay", "all"], "'off' or 'encoder' or 'decoder'"),
+        (
+            ["--prompt", "a", "--determinism", "strict", "--bounded-replay", "both"],
+            "`--bounded-replay` is 'both', but `determinism` is 'strict'",
+        ),
         (["--prompt", "a", "--numerics", "exact"], "'ideal', 'cache' or 'release'"),
         (["--prompt", "a", "--block-size", "63"], "`block_size` is 63"),
         (["--prompt", "a", "--block-size", "many"], "--block-size"),
@@ -751,6 +755,35 @@ def test_checkpoint_is_made_in_a_new_folder_only(
         main(["bench", "make-checkpoint", str(tmp_path)])
     assert left.value.code == 1
     assert "is not empty" in capfd.readouterr().err
+
+
+def test_doctor_tells_what_the_environment_asks_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPINFER_ACCELERATOR", "nvidia")
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    assert "`DEEPINFER_ACCELERATOR` asks for 'nvidia'" in capfd.readouterr().out
+    monkeypatch.setenv("DEEPINFER_FOO", "1")
+    with pytest.raises(SystemExit) as left:
+        main(["doctor"])
+    assert left.value.code == 1
+    assert "DEEPINFER_FOO" in capfd.readouterr().err
+
+
+def test_the_prefix_cache_can_be_turned_off_by_a_flag(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    load = EngineConfig.load
+
+    def kept(*arguments: object) -> EngineConfig:
+        given.append(load(*arguments))
+        return given[-1]
+
+    monkeypatch.setattr(EngineConfig, "load", kept)
+    run("--prompt", "hi", "--max-tokens", "1", "--no-prefix-cache")
+    run("--prompt", "hi", "--max-tokens", "1", "--prefix-cache")
+    run("--prompt", "hi", "--max-tokens", "1")
+    assert [config.prefix_cache for config in given] == [False, True, True]
 
 
 def test_doctor_warns_of_versions_that_are_too_old(

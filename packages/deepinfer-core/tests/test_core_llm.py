@@ -410,6 +410,20 @@ def test_unknown_option_is_refused(scripted, tmp_path: Path) -> None:
         LLM(tmp_path / "model", max_sequence=3)
 
 
+def test_config_of_another_kind_is_refused_by_value(scripted) -> None:
+    with pytest.raises(ConfigError, match=r"`config` is 'x\.toml'; allowed: an `EngineConfig`"):
+        LLM(config="x.toml")
+
+
+def test_a_closed_engine_takes_no_requests(scripted, tmp_path: Path) -> None:
+    with LLM(tmp_path / "model") as made:
+        made.generate("hi", EIGHT)
+    with pytest.raises(RequestError, match="closed"):
+        made.generate("hi", EIGHT)
+    with pytest.raises(RequestError, match="closed"):
+        next(made.stream("hi", EIGHT))
+
+
 def test_options_are_given_in_one_way(scripted, tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path / "model"))
     assert LLM(config=config).config is config

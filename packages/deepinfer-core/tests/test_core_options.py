@@ -106,6 +106,12 @@ def test_a_plan_that_does_not_fit_says_what_is_in_the_way(monkeypatch):
             plan.check()
 
 
+def test_stored_windows_that_do_not_fit_are_named():
+    words = "lower `max_sequences`, which is 16, or `stored_windows`, which is 1000000000"
+    with pytest.raises(ConfigError, match=words):
+        engine(stored_windows=10**9)
+
+
 def test_blocks_beyond_the_memory_are_refused_before_anything_is_allocated():
     with pytest.raises(ConfigError, match=r"`num_blocks` is 100000000000:.*of blocks"):
         engine(num_blocks=10**11)

@@ -73,6 +73,11 @@ class LLM:
             ConfigError: an option or the model's `config.json` is wrong.
             CheckpointError: the model folder cannot be used.
         """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"`config` is {config!r}; allowed: an `EngineConfig`. For a file of options write "
+                "`EngineConfig.load(Path(FILE), os.environ, {})`."
+            )
         if config is None:
             flags = {**options, "model": None if model is None else str(model)}
             config = EngineConfig.load(None, os.environ, flags)
@@ -97,6 +102,7 @@ class LLM:
         self._chat_reader: ChatReader | None = None
         self._num_requests = 0
         self._live: dict[int, _Live] = {}
+        self._closed = False
 
     def __enter__(self) -> LLM:
         """Return itself; leaving the `with` block closes it."""
@@ -112,9 +118,10 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Abort what runs and wait for the device; the object is not used afterwards."""
+        """Abort what runs and wait for the device; later requests are refused."""
         self._abort(list(self._live))
         self.engine.close()
+        self._closed = True
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -272,6 +279,8 @@ class LLM:
         self, count: int, read: Callable[[int, int], Request], on_error: OnError
     ) -> list[Request | RequestOutput]:
         """Make `count` requests by `read(index, uid)`."""
+        if self._closed:
+            raise RequestError("This `LLM` is closed; make a new one, or stay in its `with` block.")
         first_uid = self._num_requests
         self._num_requests += count
         batch: list[Request | RequestOutput] = []

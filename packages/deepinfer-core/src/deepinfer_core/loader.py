@@ -168,7 +168,8 @@ def _explicit(accelerator: str, numerics: str, found: dict[str, str]) -> KernelB
         runs = [_WORDS.get(each, each) for each in found if _why_not(each, found) is None]
         raise ConfigError(
             f"`accelerator` is {accelerator!r}, but {why_not}. "
-            f"Runs here: {', '.join(map(repr, runs)) or 'nothing'}."
+            f"Runs here: {', '.join(map(repr, runs)) or 'nothing'}. Choose that, or leave the "
+            "option out; `deepinfer doctor` tells what each backend needs."
         )
     backend = _construct(name, numerics)
     if not backend.supports(numerics):

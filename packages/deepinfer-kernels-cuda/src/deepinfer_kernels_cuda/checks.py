@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from deepinfer_kernels_cuda.errors import KernelInputError
@@ -22,6 +23,7 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
     contiguous: bool = True,
+    anywhere: bool = False,
 ) -> None:
     """Raise `KernelInputError` unless a tensor is as an op needs it.
 
@@ -29,7 +31,13 @@ def check_tensor(
         shape: None stands for any size; None altogether for any shape.
         dtype: the one allowed, or all that are.
         contiguous: the whole tensor is; otherwise its last dimension alone.
+        anywhere: it may be in host memory.
     """
+    if not anywhere and tensor.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise KernelInputError(
+            f"`{name}` is on the CPU; kernels need an NVIDIA GPU. Move it there, or call the op's "
+            "twin in `deepinfer_kernels_cuda.reference.ops`, which works anywhere."
+        )
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
     wrong_shape = shape is not None and (
         tensor.dim() != len(shape)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepinfer_core.cli.options import print_table, reports_errors
+from deepinfer_core.config import ENV_PREFIX, EngineConfig
 from deepinfer_core.errors import DeepInferError
 
 if TYPE_CHECKING:
@@ -51,7 +52,11 @@ def doctor() -> None:
     print_table("Devices", _devices())
     print_table("Kernel backends", [_backend(state) for state in states])
     runs = [state.accelerator for state in states if state.why_not is None]
-    print(f"Chosen without `--accelerator`: {runs[0] if runs else 'none runs here'}.")
+    asked = EngineConfig.load(None, os.environ, {}).accelerator
+    if asked is not None:
+        print(f"`{ENV_PREFIX}ACCELERATOR` asks for {asked!r}; `--accelerator` wins over it.")
+    else:
+        print(f"Chosen without `--accelerator`: {runs[0] if runs else 'none runs here'}.")
 
 
 def below(found: str, floor: tuple[int, ...]) -> bool:

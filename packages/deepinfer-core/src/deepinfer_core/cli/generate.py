@@ -142,6 +142,12 @@ def generate(
     """
     from deepinfer_core.cli.jsonl import LineWriter
 
+    if config.determinism == "strict" and bounded_replay not in (None, "off"):
+        raise fail(
+            f"`--bounded-replay` is {bounded_replay!r}, but `determinism` is 'strict', which needs "
+            "the exact prefill. Choose 'off', or 'normal' determinism.",
+            BAD_OPTION,
+        )
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -73,10 +73,8 @@ def _read_line(line: bytes, number: int, defaults: SamplingParams) -> Item:
                 code="unknown_field",
             )
     if ("prompt" in fields) == ("prompt_token_ids" in fields):
-        both = "both" if "prompt" in fields else "neither"
-        raise RequestError(
-            f"it has {both} `prompt` and `prompt_token_ids`; give one of them.", param="prompt"
-        )
+        both = "both `prompt` and" if "prompt" in fields else "neither `prompt` nor"
+        raise RequestError(f"it has {both} `prompt_token_ids`; give one of them.", param="prompt")
     for name, kinds, allowed in _TYPES:
         if name in fields and not isinstance(fields[name], kinds):
             raise RequestError(

@@ -135,8 +135,9 @@ def _flag(name: str) -> inspect.Parameter:
     assert info.description is not None, f"`{name}` has no help text"
     kind, words = _kind(info.annotation)
     metavar = "|".join(words) if words else (info.examples or [None])[0]
+    flag = "--" + name.replace("_", "-")
     option = typer.Option(
-        "--" + name.replace("_", "-"),
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
         help=info.description + ("" if info.default is None else f" Default: {info.default}."),
         metavar=metavar,
         rich_help_panel=info.title,

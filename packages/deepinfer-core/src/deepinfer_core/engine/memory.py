@@ -246,7 +246,10 @@ def _num_blocks(
 ) -> tuple[int, str | None]:
     """Return the blocks of a pool and, when they cannot be had or run nothing, why."""
     wanted = config.max_sequences * sizes.table_len + 1
-    advice = "Use a device with more memory, or lower `max_sequences`."
+    slots = f"`max_sequences`, which is {config.max_sequences}"
+    if config.stored_windows:
+        slots += f", or `stored_windows`, which is {config.stored_windows}"
+    advice = f"Use a device with more memory, or lower {slots}."
     if config.num_blocks is not None:
         count = config.num_blocks
         source, advice = f"`num_blocks` is {count}", f"{'Raise' if count < 2 else 'Lower'} it."

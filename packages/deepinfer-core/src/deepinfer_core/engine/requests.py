@@ -171,7 +171,7 @@ def _read_item(item: Prompt, client_id: str) -> tuple[str, str | Sequence[int]]:
             )
     if ("prompt" in item) == ("prompt_token_ids" in item):
         raise RequestError(
-            f"A prompt has {'both' if 'prompt' in item else 'neither'} `prompt` and "
+            f"A prompt has {'both `prompt` and' if 'prompt' in item else 'neither `prompt` nor'} "
             "`prompt_token_ids`; give one of them.",
             param="prompt",
         )

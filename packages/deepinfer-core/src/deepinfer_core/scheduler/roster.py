@@ -27,7 +27,10 @@ __all__ = ["Roster"]
 
 _VICTIMS = (State.PREFILL, State.RUNNING)
 _FAILED = (FinishReason.ABORT, FinishReason.ERROR)
-DEADLINE = "The request did not end before its deadline; {count} tokens were produced."
+DEADLINE = (
+    "The request did not end within its `timeout_s`; {count} tokens were produced. Raise it, or "
+    "leave it out for no limit."
+)
 
 
 class Roster:

@@ -65,7 +65,7 @@ def engram_read(table: Matrix, row_ids: Tensor, *, max_programs: int = 0) -> Ten
     check_value("table.format", table.format, allowed, "'fp8_row' or 'plain'; convert it first")
     payload, scale = table.payload, table.scale
     dtypes = (torch.float8_e4m3fn,) if scaled else (torch.bfloat16, torch.float32)
-    check_tensor("table.payload", payload, shape=(None, None), dtype=dtypes)
+    check_tensor("table.payload", payload, shape=(None, None), dtype=dtypes, anywhere=True)
     width = payload.shape[1]
     check_value("table.payload.shape[1]", width, 0 < width <= 8192, "1 to 8192 channels")
     _check_reach("table.payload", payload, row_ids)
@@ -74,7 +74,7 @@ def engram_read(table: Matrix, row_ids: Tensor, *, max_programs: int = 0) -> Ten
         check_value("table.scale", None, scale is not None, "the scales of fp8 rows")
         assert scale is not None
         shape = (payload.shape[0], width // 32)
-        check_tensor("table.scale", scale, shape=shape, dtype=torch.uint8)
+        check_tensor("table.scale", scale, shape=shape, dtype=torch.uint8, anywhere=True)
         _check_reach("table.scale", scale, row_ids)
     batch, columns = row_ids.shape
     out = torch.empty((batch, columns * width), dtype=torch.bfloat16, device=row_ids.device)

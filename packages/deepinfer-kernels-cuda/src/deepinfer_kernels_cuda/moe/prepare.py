@@ -84,7 +84,14 @@ def prepare_experts(matrix: Matrix, device: torch.device | str) -> PreparedExper
     out, channels = matrix.shape
     if matrix.format == "plain":
         shape = (None, out, channels)
-        check_tensor("matrix.payload", payload, shape=shape, dtype=torch.bfloat16, contiguous=False)
+        check_tensor(
+            "matrix.payload",
+            payload,
+            shape=shape,
+            dtype=torch.bfloat16,
+            contiguous=False,
+            anywhere=True,
+        )
         return PreparedExperts(
             payload.to(device).contiguous(), None, "plain", matrix.shape, rounds_input=False
         )
@@ -106,8 +113,16 @@ def _from_tiles(
         shape=(slots, out, channels),
         dtype=torch.float8_e4m3fn,
         contiguous=False,
+        anywhere=True,
     )
-    check_tensor("matrix.scale", scale, shape=(slots, *tiles), dtype=torch.uint8, contiguous=False)
+    check_tensor(
+        "matrix.scale",
+        scale,
+        shape=(slots, *tiles),
+        dtype=torch.uint8,
+        contiguous=False,
+        anywhere=True,
+    )
     wide = torch.empty(payload.shape, dtype=torch.bfloat16, device=device)
     for slot in range(slots):
         factors = torch.exp2(scale[slot].to(device).float() - 127)
@@ -129,6 +144,7 @@ def _from_rows(
         shape=(slots, out, channels // 2),
         dtype=(torch.uint8, torch.int8),
         contiguous=False,
+        anywhere=True,
     )
     check_tensor(
         "matrix.scale",
@@ -136,6 +152,7 @@ def _from_rows(
         shape=(slots, out, channels // 32),
         dtype=torch.uint8,
         contiguous=False,
+        anywhere=True,
     )
     blocks = -(-channels // BLOCK)
     rows = -(-out // PANEL_ROWS) * PANEL_ROWS

@@ -72,6 +72,7 @@ def prepare_matrix(matrix: Matrix, device: torch.device | str) -> PreparedMatrix
         shape=(outputs, columns),
         dtype=(torch.bfloat16, torch.float32) if plain else torch.float8_e4m3fn,
         contiguous=False,
+        anywhere=True,
     )
     if plain:
         payload = matrix.payload.to(device).contiguous()
@@ -79,7 +80,14 @@ def prepare_matrix(matrix: Matrix, device: torch.device | str) -> PreparedMatrix
     if matrix.scale is None:
         raise KernelInputError("`matrix.scale` is None; the format fp8_tile needs one.")
     tiles = (-(-outputs // 32), -(-columns // 32))
-    check_tensor("matrix.scale", matrix.scale, shape=tiles, dtype=torch.uint8, contiguous=False)
+    check_tensor(
+        "matrix.scale",
+        matrix.scale,
+        shape=tiles,
+        dtype=torch.uint8,
+        contiguous=False,
+        anywhere=True,
+    )
     largest = int(matrix.scale.max()) if matrix.scale.numel() else 0
     check_value("matrix.scale.max()", largest, largest <= LARGEST_SCALE, f"<= {LARGEST_SCALE}")
     payload = _blocks(matrix.payload.to(device))

@@ -1,0 +1,23 @@
+"""Messages of checks that every op shares."""
+
+import pytest
+import torch
+import triton
+
+from deepinfer_kernels_cuda import ops
+from deepinfer_kernels_cuda.checks import check_tensor
+from deepinfer_kernels_cuda.errors import KernelInputError
+
+
+def test_a_tensor_on_the_cpu_is_refused_with_what_works_there(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(KernelInputError, match=r"`x` is on the CPU.*reference\.ops"):
+        ops.rms_norm(torch.ones(2, 32, dtype=torch.bfloat16), None, 1e-20)
+
+
+def test_the_message_tells_what_it_is_and_what_is_needed():
+    x = torch.zeros(2, 3)
+    with pytest.raises(KernelInputError, match=r"`x` is torch\.float32 \[2, 3\].*bfloat16 .*4"):
+        check_tensor("x", x, shape=(None, 4), dtype=torch.bfloat16, anywhere=True)
+    with pytest.raises(KernelInputError, match=r"strides \(1, 2\).*contiguous"):
+        check_tensor("x", x.T.contiguous().T, anywhere=True)
