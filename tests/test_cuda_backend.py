@@ -24,6 +24,7 @@ from shadow_backend import ShadowBackend
 
 from deepinfer_core.cpu.runtime import CpuRuntime
 from deepinfer_kernels_cuda.backend import CudaBackend
+from deepinfer_kernels_cuda.quant.matrix import PreparedMatrix
 from deepinfer_kernels_cuda.runtime import CudaRuntime
 
 GOLDEN = Path(__file__).parent / "conformance" / "model"
@@ -75,6 +76,22 @@ def test_backend_has_every_op_of_the_protocol_with_its_parameters():
 def test_an_unknown_mode_is_refused_by_name():
     with pytest.raises(Exception, match=r"'exact'.*release, ideal, cache"):
         backend("exact")
+
+
+def test_both_forms_of_a_backend_are_made_once():
+    strict = backend("release")
+    normal = strict.with_strict(False)
+    assert (strict.strict, normal.strict) == (True, False)
+    assert strict.with_strict(False) is normal
+    assert normal.with_strict(True) is strict
+
+
+def test_a_float32_table_is_not_rounded_in_ideal_numerics():
+    made = backend("ideal")
+    values = torch.randn(5, 32, device=made.runtime.device)
+    table = PreparedMatrix(values, None, "plain", (5, 32))
+    ids = torch.tensor([[3], [1]], device=made.runtime.device)
+    assert torch.equal(made.engram_fetch(table, ids)(), values[[3, 1]])
 
 
 # goldens through the twins

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer_kernels_cuda.engram.gate import engram_gate
 from deepinfer_kernels_cuda.engram.read import engram_read
 from deepinfer_kernels_cuda.engram.rows import engram_rows
+from deepinfer_kernels_cuda.quant.matrix import PreparedMatrix
 from deepinfer_kernels_cuda.reference import engram as twins
 from deepinfer_kernels_cuda.testing.bench import Case, main, time_us
 
@@ -20,16 +21,6 @@ COLUMNS = (GRAM - 1) * HEADS
 ROWS = (1, 8, 60, 128, 1024, 8192)
 DEVICE_ROWS, HOST_ROWS = 40_000_000, 8_000_000  # 10.6 and 2.1 GB; the released tables: 101 GB
 HOST_PROGRAMS = (0, 2, 4, 8, 16)
-
-
-@dataclass
-class Table:
-    """Stands for a `Matrix`."""
-
-    payload: Tensor
-    scale: Tensor
-    format: str = "fp8_row"
-    shape: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -48,7 +39,7 @@ def _cycle(op: Callable[..., object], sets: list[tuple]) -> Callable[[], object]
     return lambda: op(*next(turn))
 
 
-def _table(rows: int, pinned: bool) -> Table:
+def _table(rows: int, pinned: bool) -> PreparedMatrix:
     device = "cpu" if pinned else "cuda"
     noise = torch.randint(0, 127, (1 << 20, WIDTH), dtype=torch.uint8, device=device)
     payload = torch.empty((rows, WIDTH), dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -56,7 +47,7 @@ def _table(rows: int, pinned: bool) -> Table:
         payload[first : first + len(noise)] = noise[: rows - first]
     scale = torch.empty((rows, WIDTH // 32), dtype=torch.uint8, device=device, pin_memory=pinned)
     scale[:] = torch.randint(110, 130, (WIDTH // 32,), dtype=torch.uint8, device=device)
-    return Table(payload.view(torch.float8_e4m3fn), scale)
+    return PreparedMatrix(payload.view(torch.float8_e4m3fn), scale, "fp8_row", (rows, WIDTH))
 
 
 def _rows(rows: int) -> StepRows:
@@ -99,7 +90,7 @@ def cases() -> Iterator[Case]:
         yield _gate(rows)
 
 
-def _read(op: str, table: Table, rows: int, table_rows: int, programs: int) -> Case:
+def _read(op: str, table: PreparedMatrix, rows: int, table_rows: int, programs: int) -> Case:
     ids = [(torch.randint(0, table_rows, (rows, COLUMNS), device="cuda"),) for _ in range(20)]
     moved = rows * COLUMNS * (WIDTH + WIDTH // 32)
     host = op.endswith("(host)")
@@ -113,7 +104,7 @@ def _read(op: str, table: Table, rows: int, table_rows: int, programs: int) -> C
     )
 
 
-def overlap(table: Table) -> None:
+def overlap(table: PreparedMatrix) -> None:
     """Print how much of a read from host memory a product on another stream hides."""
     a, b = (torch.randn(8192, 6400, device="cuda").bfloat16() for _ in range(2))
     side = torch.cuda.Stream()

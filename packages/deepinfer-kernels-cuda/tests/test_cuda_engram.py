@@ -10,6 +10,7 @@ from deepinfer_kernels_cuda.engram.gate import engram_gate
 from deepinfer_kernels_cuda.engram.read import engram_read
 from deepinfer_kernels_cuda.engram.rows import engram_rows
 from deepinfer_kernels_cuda.errors import KernelInputError
+from deepinfer_kernels_cuda.quant.matrix import PreparedMatrix
 from deepinfer_kernels_cuda.reference import engram as twins
 from deepinfer_kernels_cuda.testing.compare import assert_same_bits, relative_error
 from deepinfer_kernels_cuda.testing.device import DEVICE, ON_GPU
@@ -32,12 +33,8 @@ class StepRows:
     first_position: Tensor
 
 
-@dataclass
-class Table:
-    payload: Tensor
-    scale: Tensor | None
-    format: str = "fp8_row"
-    shape: tuple[int, int] = (0, 0)
+def _stored(payload, scale, kind="fp8_row"):
+    return PreparedMatrix(payload, scale, kind, tuple(payload.shape))
 
 
 def _rows(lengths, starts, padding=0, scratch=None):
@@ -166,8 +163,8 @@ def _table(rows, width, pinned=False):
     payload = torch.randn(rows, width, generator=generator).to(torch.float8_e4m3fn)
     scale = torch.randint(110, 135, (rows, width // 32), generator=generator, dtype=torch.uint8)
     if pinned:
-        return Table(payload.pin_memory(), scale.pin_memory())
-    return Table(payload.to(DEVICE), scale.to(DEVICE))
+        return _stored(payload.pin_memory(), scale.pin_memory())
+    return _stored(payload.to(DEVICE), scale.to(DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +184,7 @@ def test_read_rows_are_exact(batch, columns, width, limit, pinned):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_plain_tables_are_read_too(dtype):
-    table = Table(_random(40, 24, dtype=dtype), None, "plain")
+    table = _stored(_random(40, 24, dtype=dtype), None, "plain")
     ids = torch.randint(0, 40, (5, 3), device=DEVICE)
     assert_same_bits(engram_read(table, ids), table.payload[ids].bfloat16().view(5, 72))
 
@@ -205,7 +202,7 @@ def test_rows_past_four_gigabytes_are_read():
     payload = torch.zeros(rows, 256, dtype=torch.uint8, device=DEVICE)
     payload[-1] = torch.arange(256, device=DEVICE) & 0x77
     scale = torch.full((rows, 8), 127, dtype=torch.uint8, device=DEVICE)
-    table = Table(payload.view(torch.float8_e4m3fn), scale)
+    table = _stored(payload.view(torch.float8_e4m3fn), scale)
     result = engram_read(table, torch.tensor([[rows - 1, 0]], device=DEVICE))
     assert torch.equal(result[0, :256].float(), payload[-1].view(torch.float8_e4m3fn).float())
     assert (result[0, 256:] == 0).all()
@@ -274,7 +271,7 @@ def test_engram_refuses_what_it_cannot_take():
     with pytest.raises(KernelInputError, match=r"`row_ids` is torch\.int32"):
         engram_read(table, ids.int())
     with pytest.raises(KernelInputError, match=r"table.format.*fp8_tile"):
-        engram_read(Table(table.payload, table.scale, "fp8_tile"), ids)
+        engram_read(_stored(table.payload, table.scale, "fp8_tile"), ids)
     streams, kv, *weights = _gate_inputs(2, 4, 64)
     with pytest.raises(KernelInputError, match="`kv`"):
         engram_gate(streams, kv[:, :256].contiguous(), *weights, 1e-20, None)

@@ -13,13 +13,7 @@ from deepinfer_kernels_cuda.reference import indexer as twin
 from deepinfer_kernels_cuda.reference.entries import decode_entry, encode_entry
 from deepinfer_kernels_cuda.testing.compare import assert_same_bits
 from deepinfer_kernels_cuda.testing.device import DEVICE, ON_GPU
-
-
-@dataclass(frozen=True)
-class Store:
-    data: torch.Tensor
-    table: torch.Tensor
-    ratio: int
+from deepinfer_kernels_cuda.values import BlockStore
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,7 @@ class Step:
 class Inputs:
     queries: torch.Tensor
     weights: torch.Tensor
-    keys: Store
+    keys: BlockStore
     rows: Step
 
     def part(self, chosen):
@@ -100,7 +94,7 @@ def _inputs(
     slots_of = torch.where(sequence < 0, slots - 1, sequence)
     step = Step(positions, sequence, slots_of, torch.arange(len(last)))
     step = Step(*(t.to(DEVICE) for t in vars(step).values()))
-    store = Store(data.to(DEVICE), table.to(DEVICE), ratio)
+    store = BlockStore(data.to(DEVICE), table.to(DEVICE), ratio)
     return Inputs(queries.to(DEVICE), weights.bfloat16().to(DEVICE), store, step)
 
 
@@ -311,7 +305,7 @@ def test_unused_table_columns_and_slots_are_not_read_past_the_store():
     inputs = _inputs(8, [100], [2], per_block=16)
     table = torch.nn.functional.pad(inputs.keys.table, (0, 5), value=1 << 30)
     table[1] = 1 << 30
-    keys = Store(inputs.keys.data, table, 1)
+    keys = BlockStore(inputs.keys.data, table, 1)
     wide = Inputs(inputs.queries, inputs.weights, keys, inputs.rows)
     expected = _select(selecting, inputs, 12, publish=3)
     found = _select(selecting, wide, 12, publish=3)
@@ -382,12 +376,12 @@ def test_blackwell_gets_the_joined_product(monkeypatch):
 
 
 def _long(keys, columns):
-    return Store(keys.data, keys.table[:, :1].repeat(1, columns), keys.ratio)
+    return BlockStore(keys.data, keys.table[:, :1].repeat(1, columns), keys.ratio)
 
 
 def _shifted(keys):
     moved = torch.nn.functional.pad(keys.data.flatten(), (1, 0))[1:].view(keys.data.shape)
-    return Store(moved, keys.table, keys.ratio)
+    return BlockStore(moved, keys.table, keys.ratio)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +413,7 @@ def test_float_inputs_belong_to_the_twin():
     inputs = _inputs(11, [77], [3], per_block=16)
     plain = decode_entry("index", inputs.keys.data, 128)
     wide = Inputs(inputs.queries.float(), inputs.weights.float(), inputs.keys, inputs.rows)
-    apart = Inputs(wide.queries, wide.weights, Store(plain, inputs.keys.table, 1), inputs.rows)
+    apart = Inputs(wide.queries, wide.weights, BlockStore(plain, inputs.keys.table, 1), inputs.rows)
     packed = _select(twin, wide, 9, publish=3)
     assert_same_bits(_select(twin, apart, 9, publish=3).picks, packed.picks)
     assert packed.picks.dtype == torch.int32

@@ -62,6 +62,7 @@ class CudaBackend:
         self.strict = strict and release
         self.activation_dtype = torch.bfloat16 if release else torch.float32
         self._packed = numerics != "ideal"
+        self._other: CudaBackend | None = None
 
         chosen = ops if release else twins
         self.rms_norm = chosen.rms_norm
@@ -108,7 +109,10 @@ class CudaBackend:
         """Return the same backend with strict kernels on or off; it shares the runtime."""
         if strict == self.strict or self.numerics != "release":
             return self
-        return CudaBackend(self.numerics, strict, self.runtime)
+        if self._other is None:  # a step asks for it twice
+            self._other = CudaBackend(self.numerics, strict, self.runtime)
+            self._other._other = self
+        return self._other
 
     def prepare(self, matrix: Matrix) -> Matrix:
         """Bring a weight to the device, in the layout its ops want."""
@@ -120,8 +124,8 @@ class CudaBackend:
 
     def embed(self, token_ids: Tensor, table: Matrix) -> Tensor:
         """Return rows of the embedding table: token_ids [B] int64 -> [B, D]."""
-        rows: Tensor = self._chosen.embed(token_ids, table)
-        return rows.to(self.activation_dtype)
+        rows: Tensor = self._chosen.embed(token_ids, table, dtype=self.activation_dtype)
+        return rows
 
     def round_window(self, keys: Tensor) -> Tensor:
         """Return keys [B, d] as they read back from a window ring."""
@@ -137,8 +141,10 @@ class CudaBackend:
         A table in host memory is read on a stream of its own, by few programs, so that the device
         works on meanwhile.
         """
-        if self.numerics != "release" or table.payload.device == row_ids.device:
-            return lambda: self._chosen.engram_read(table, row_ids).to(self.activation_dtype)
+        if self.numerics != "release":
+            return partial(twins.engram_read, table, row_ids, dtype=self.activation_dtype)
+        if table.payload.device == row_ids.device:
+            return partial(ops.engram_read, table, row_ids)
         return self.runtime.beside(
             partial(ops.engram_read, table, row_ids, max_programs=HOST_READ_PROGRAMS)
         )

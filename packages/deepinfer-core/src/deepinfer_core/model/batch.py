@@ -114,9 +114,8 @@ class RowBatch:
         """
         part = self.queries(keep)
         count = self.sequence_slots.shape[0]
-        kept = self.row_start.new_zeros(count + 1)
-        kept = kept.index_add(0, part.sequence + 1, torch.ones_like(part.sequence))
-        kept = kept[1:]  # without padding
+        counted = self.row_start.new_zeros(count + 1)  # padding comes first
+        kept = counted.index_add(0, part.sequence + 1, torch.ones_like(part.sequence))[1:]
         row_start = torch.zeros_like(self.row_start)
         row_start[1:] = kept.cumsum(0)
         total = self.row_start[1:] - self.row_start[:-1]

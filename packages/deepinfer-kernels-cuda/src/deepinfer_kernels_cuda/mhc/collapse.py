@@ -7,9 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.checks import check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_tensor
 from deepinfer_kernels_cuda.kernel_math import as_bf16
-from deepinfer_kernels_cuda.norm.rms_norm import MAX_SIZE, channel_of, norm_shape, store_normed
+from deepinfer_kernels_cuda.norm.rms_norm import (
+    channel_of,
+    check_norm,
+    fp8_like,
+    launch_norm,
+    store_normed,
+)
 
 __all__ = ["mhc_collapse", "mhc_collapse_norm", "mhc_collapse_norm_fp8"]
 
@@ -127,9 +133,8 @@ def mhc_collapse_norm(
         KernelInputError: a shape, dtype, stride or device is not as above.
     Source: reference.mhc.mhc_collapse_norm.
     """
-    rows, _, size = _check(coefficient, streams)
-    out = torch.empty((rows, size), dtype=streams.dtype, device=streams.device)
-    _launch_norm(coefficient, streams, weight, eps, out, None, None)
+    out = _check_norm(coefficient, streams, weight)
+    _launch_norm(coefficient, streams, weight, eps, out)
     return out
 
 
@@ -144,13 +149,9 @@ def mhc_collapse_norm_fp8(
         Normed rows [B, D] bfloat16, payload [B, D] float8_e4m3fn, scales [B, D / 32] uint8.
     Source: reference.mhc.mhc_collapse_norm_fp8.
     """
-    rows, _, size = _check(coefficient, streams)
-    check_value("streams.shape[-1]", size, size % 32 == 0, "a multiple of 32")
-    device = streams.device
-    out = torch.empty((rows, size), dtype=streams.dtype, device=device)
-    payload = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.empty((rows, size // 32), dtype=torch.uint8, device=device)
-    _launch_norm(coefficient, streams, weight, eps, out, payload, scale)
+    out = _check_norm(coefficient, streams, weight)
+    payload, scale = fp8_like(out, "streams.shape[-1]")
+    _launch_norm(coefficient, streams, weight, eps, out, (payload, scale))
     return out, payload, scale
 
 
@@ -163,39 +164,28 @@ def _check(coefficient: Tensor, streams: Tensor) -> tuple[int, int, int]:
     return rows, count, size
 
 
+def _check_norm(coefficient: Tensor, streams: Tensor, weight: Tensor | None) -> Tensor:
+    """Return room for the normed rows."""
+    rows, _, size = _check(coefficient, streams)
+    check_norm("streams.shape[-1]", size, weight, streams.device)
+    return torch.empty((rows, size), dtype=streams.dtype, device=streams.device)
+
+
 def _launch_norm(
     coefficient: Tensor,
     streams: Tensor,
     weight: Tensor | None,
     eps: float,
     out: Tensor,
-    payload: Tensor | None,
-    scale: Tensor | None,
+    fp8: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    num_rows, count, size = streams.shape
-    needs = f"1 to {MAX_SIZE} channels; its twin takes more"
-    check_value("streams.shape[-1]", size, 0 < size <= MAX_SIZE, needs)
-    if weight is not None:
-        floats = (torch.bfloat16, torch.float32)
-        check_tensor("weight", weight, shape=(size,), dtype=floats, device=streams.device)
-    if num_rows == 0:
-        return
-    rows, piece, pieces = norm_shape(size)
-    _collapse_norm[(triton.cdiv(num_rows, rows),)](
-        coefficient,
-        streams,
-        streams if weight is None else weight,
+    launch_norm(
+        _collapse_norm,
         out,
-        out if payload is None else payload,
-        out if scale is None else scale,
-        num_rows,
+        weight,
         eps,
-        SIZE=size,
-        STREAMS=count,
-        ROWS=rows,
-        PIECE=piece,
-        COUNT=pieces,
-        WEIGHTED=weight is not None,
-        FP8=payload is not None,
-        num_warps=4,
+        fp8,
+        coefficient_ptr=coefficient,
+        stream_ptr=streams,
+        STREAMS=streams.shape[1],
     )

@@ -11,9 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.checks import check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_tensor
 from deepinfer_kernels_cuda.kernel_math import as_bf16
-from deepinfer_kernels_cuda.norm.rms_norm import MAX_SIZE, channel_of, norm_shape, store_normed
+from deepinfer_kernels_cuda.norm.rms_norm import (
+    channel_of,
+    check_norm,
+    fp8_like,
+    launch_norm,
+    store_normed,
+)
 
 __all__ = ["mhc_merge_norm", "mhc_merge_norm_fp8"]
 
@@ -127,8 +133,8 @@ def mhc_merge_norm(
     Source: reference.mhc.mhc_merge_norm.
     """
     _check(y, post, comb, streams, coefficient, weight)
-    new, out = torch.empty_like(streams), torch.empty_like(y)
-    _launch(y, post, comb, streams, coefficient, weight, eps, new, out, None, None)
+    out = torch.empty_like(y)
+    new = _launch(y, post, comb, streams, coefficient, weight, eps, out)
     return new, out
 
 
@@ -151,12 +157,9 @@ def mhc_merge_norm_fp8(
     Source: reference.mhc.mhc_merge_norm_fp8.
     """
     _check(y, post, comb, streams, coefficient, weight)
-    rows, size = y.shape
-    check_value("y.shape[1]", size, size % 32 == 0, "a multiple of 32")
-    new, out = torch.empty_like(streams), torch.empty_like(y)
-    payload = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=y.device)
-    scale = torch.empty((rows, size // 32), dtype=torch.uint8, device=y.device)
-    _launch(y, post, comb, streams, coefficient, weight, eps, new, out, payload, scale)
+    out = torch.empty_like(y)
+    payload, scale = fp8_like(out, "y.shape[1]")
+    new = _launch(y, post, comb, streams, coefficient, weight, eps, out, (payload, scale))
     return new, out, payload, scale
 
 
@@ -170,16 +173,12 @@ def _check(
 ) -> None:
     check_tensor("streams", streams, shape=(None, None, None), dtype=torch.bfloat16)
     (rows, count, size), device = streams.shape, streams.device
-    needs = f"1 to {MAX_SIZE} channels; its twin takes more"
-    check_value("streams.shape[2]", size, 0 < size <= MAX_SIZE, needs)
+    check_norm("streams.shape[2]", size, weight, device)
     check_tensor("y", y, shape=(rows, size), dtype=torch.bfloat16, device=device)
     shape, dtype = (rows, count), torch.float32
     check_tensor("post", post, shape=shape, dtype=dtype, device=device)
     check_tensor("coefficient", coefficient, shape=shape, dtype=dtype, device=device)
     check_tensor("comb", comb, shape=(rows, count, count), dtype=dtype, device=device)
-    if weight is not None:
-        floats = (torch.bfloat16, torch.float32)
-        check_tensor("weight", weight, shape=(size,), dtype=floats, device=device)
 
 
 def _launch(
@@ -190,34 +189,23 @@ def _launch(
     coefficient: Tensor,
     weight: Tensor | None,
     eps: float,
-    new: Tensor,
     out: Tensor,
-    payload: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    num_rows, count, size = streams.shape
-    if num_rows == 0:
-        return
-    rows, piece, pieces = norm_shape(size)
-    _merge_norm[(triton.cdiv(num_rows, rows),)](
-        y,
-        post,
-        comb,
-        streams,
-        coefficient,
-        y if weight is None else weight,
-        new,
+    fp8: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Write `out` and, if asked for, `fp8`; return the new streams."""
+    new = torch.empty_like(streams)
+    launch_norm(
+        _merge_norm,
         out,
-        out if payload is None else payload,
-        out if scale is None else scale,
-        num_rows,
+        weight,
         eps,
-        SIZE=size,
-        STREAMS=count,
-        ROWS=rows,
-        PIECE=piece,
-        COUNT=pieces,
-        WEIGHTED=weight is not None,
-        FP8=payload is not None,
-        num_warps=4,
+        fp8,
+        y_ptr=y,
+        post_ptr=post,
+        comb_ptr=comb,
+        stream_ptr=streams,
+        coefficient_ptr=coefficient,
+        new_ptr=new,
+        STREAMS=streams.shape[1],
     )
+    return new

@@ -7,13 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.kernel_math import as_bf16, dot
+from deepinfer_kernels_cuda.kernel_math import as_bf16
 from deepinfer_kernels_cuda.linear.overlap import OVERLAP, begin
-from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE, scale_plane, widen_words
+from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE
 from deepinfer_kernels_cuda.moe.fp4_tiles import (
-    columns_of,
+    add_block,
     down_config,
-    settle_sums,
     settles,
 )
 from deepinfer_kernels_cuda.moe.permute import Permutation
@@ -61,19 +60,8 @@ def _down(
     x = x_ptr + row[:, None] * inner + c[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     for block in range(num_blocks):
-        words = tl.load(w2)
-        scales = tl.load(s2)
-        p0, p1, p2, p3 = widen_words(words)
-        x0 = columns_of(x, block, 0, inner, EVEN).T
-        acc = dot(scale_plane(p0, scales, 0, WIDE), x0, acc)
-        x1 = columns_of(x, block, 1, inner, EVEN).T
-        acc = dot(scale_plane(p1, scales, 1, WIDE), x1, acc)
-        x2 = columns_of(x, block, 2, inner, EVEN).T
-        acc = dot(scale_plane(p2, scales, 2, WIDE), x2, acc)
-        x3 = columns_of(x, block, 3, inner, EVEN).T
-        acc = dot(scale_plane(p3, scales, 3, WIDE), x3, acc)
-        if SETTLE:
-            acc = settle_sums(acc)
+        words, scales = tl.load(w2), tl.load(s2)
+        acc = add_block(acc, words, scales, x, block, inner, EVEN, WIDE, SETTLE)
         w2 += panel_rows * PLANE
         s2 += panel_rows
         x += BLOCK

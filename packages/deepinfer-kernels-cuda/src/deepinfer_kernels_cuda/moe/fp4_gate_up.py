@@ -7,13 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.kernel_math import dot
 from deepinfer_kernels_cuda.linear.overlap import OVERLAP, begin
-from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE, scale_plane, widen_words
+from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE
 from deepinfer_kernels_cuda.moe.fp4_tiles import (
-    columns_of,
+    add_block,
     gate_up_config,
-    settle_sums,
     settles,
 )
 from deepinfer_kernels_cuda.moe.permute import Permutation
@@ -73,17 +71,8 @@ def _gate_up(
     acc = tl.zeros((2 * BM, BN), tl.float32)
     for block in range(num_blocks):
         scales = tl.load(scales_ptr)
-        p0, p1, p2, p3 = widen_words(tl.load(words_ptr))
-        x0 = columns_of(x, block, 0, width, EVEN).T
-        acc = dot(scale_plane(p0, scales, 0, WIDE), x0, acc)
-        x1 = columns_of(x, block, 1, width, EVEN).T
-        acc = dot(scale_plane(p1, scales, 1, WIDE), x1, acc)
-        x2 = columns_of(x, block, 2, width, EVEN).T
-        acc = dot(scale_plane(p2, scales, 2, WIDE), x2, acc)
-        x3 = columns_of(x, block, 3, width, EVEN).T
-        acc = dot(scale_plane(p3, scales, 3, WIDE), x3, acc)
-        if SETTLE:
-            acc = settle_sums(acc)
+        words = tl.load(words_ptr)
+        acc = add_block(acc, words, scales, x, block, width, EVEN, WIDE, SETTLE)
         words_ptr += panel_rows * PLANE
         scales_ptr += panel_rows
         x += BLOCK

@@ -16,16 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE
+from deepinfer_kernels_cuda.kernel_math import dot
+from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE, scale_plane, widen_words
 
 __all__ = [
     "MOST_TILE_ROWS",
     "ProductConfig",
+    "add_block",
     "choose_tile_rows",
-    "columns_of",
     "down_config",
     "gate_up_config",
-    "settle_sums",
     "settles",
 ]
 
@@ -33,7 +33,7 @@ MOST_TILE_ROWS = 128
 
 
 @triton.jit
-def settle_sums(acc):
+def _settle_sums(acc):
     """Return sums as they are, once they are there.
 
     On Hopper a product in flight from one turn of a loop to the next makes the assembler wait after
@@ -45,13 +45,43 @@ def settle_sums(acc):
 
 
 @triton.jit
-def columns_of(x, block, P: tl.constexpr, width, EVEN: tl.constexpr):
+def _columns_of(x, block, P: tl.constexpr, width, EVEN: tl.constexpr):
     """Return channels of plane P of a block, [rows, 32]; zero beyond the width."""
     if EVEN:
         return tl.load(x + P * PLANE)
     else:
         column = block * BLOCK + P * PLANE + tl.arange(0, PLANE)[None, :]
         return tl.load(x + P * PLANE, mask=column < width, other=0.0)
+
+
+@triton.jit
+def add_block(
+    acc,
+    words,
+    scales,
+    x,
+    block,
+    width,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    SETTLE: tl.constexpr,
+):
+    """Return sums with the products of one block of channels, plane by plane, added.
+
+    words: of the weights, [BM, PLANE]. scales: [BM]. x: pointers to the block's first plane.
+    """
+    p0, p1, p2, p3 = widen_words(words)
+    x0 = _columns_of(x, block, 0, width, EVEN).T
+    acc = dot(scale_plane(p0, scales, 0, WIDE), x0, acc)
+    x1 = _columns_of(x, block, 1, width, EVEN).T
+    acc = dot(scale_plane(p1, scales, 1, WIDE), x1, acc)
+    x2 = _columns_of(x, block, 2, width, EVEN).T
+    acc = dot(scale_plane(p2, scales, 2, WIDE), x2, acc)
+    x3 = _columns_of(x, block, 3, width, EVEN).T
+    acc = dot(scale_plane(p3, scales, 3, WIDE), x3, acc)
+    if SETTLE:
+        acc = _settle_sums(acc)
+    return acc
 
 
 @dataclass(frozen=True)
@@ -62,7 +92,7 @@ class ProductConfig:
         out_rows: output channels of a program.
         warps, stages: of a program.
         group: row tiles that pass over the same weights together.
-        settle: whether sums are waited for at each turn; see `settle_sums`.
+        settle: whether sums are waited for at each turn; see `_settle_sums`.
     """
 
     out_rows: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,9 @@ from deepinfer_kernels_cuda.quant.activations import fp8_groups
 __all__ = [
     "MAX_SIZE",
     "channel_of",
+    "check_norm",
+    "fp8_like",
+    "launch_norm",
     "mean_square",
     "norm_shape",
     "rms_norm",
@@ -173,7 +178,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """
     _check(x, weight)
     out = torch.empty_like(x)
-    _launch(x, weight, eps, out, None, None)
+    launch_norm(_rms_norm, out, weight, eps, x_ptr=x)
     return out
 
 
@@ -193,51 +198,67 @@ def rms_norm_fp8(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, 
     Source: reference.norm.rms_norm_fp8.
     """
     _check(x, weight)
-    size = x.shape[-1]
-    check_value("x.shape[-1]", size, size % 32 == 0, "a multiple of 32")
     out = torch.empty_like(x)
-    payload = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((*x.shape[:-1], size // 32), dtype=torch.uint8, device=x.device)
-    _launch(x, weight, eps, out, payload, scale)
+    payload, scale = fp8_like(out, "x.shape[-1]")
+    launch_norm(_rms_norm, out, weight, eps, (payload, scale), x_ptr=x)
     return out, payload, scale
 
 
-def _check(x: Tensor, weight: Tensor | None) -> None:
-    check_tensor("x", x, dtype=torch.bfloat16)
-    size = x.shape[-1] if x.dim() else 0
+def check_norm(name: str, size: int, weight: Tensor | None, device: torch.device) -> None:
+    """Raise `KernelInputError` unless rows of `size` channels, named `name`, can be normed."""
     needs = f"1 to {MAX_SIZE} channels; its twin takes more"
-    check_value("x.shape[-1]", size, 0 < size <= MAX_SIZE, needs)
+    check_value(name, size, 0 < size <= MAX_SIZE, needs)
     if weight is not None:
         floats = (torch.bfloat16, torch.float32)
-        check_tensor("weight", weight, shape=(size,), dtype=floats, device=x.device)
+        check_tensor("weight", weight, shape=(size,), dtype=floats, device=device)
 
 
-def _launch(
-    x: Tensor,
+def fp8_like(out: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return room for payload and scales of normed rows `out`; `name` is what gave their size."""
+    *rows, size = out.shape
+    check_value(name, size, size % 32 == 0, "a multiple of 32")
+    payload = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=out.device)
+    return payload, torch.empty((*rows, size // 32), dtype=torch.uint8, device=out.device)
+
+
+def launch_norm(
+    kernel: Any,
+    out: Tensor,
     weight: Tensor | None,
     eps: float,
-    out: Tensor,
-    payload: Tensor | None,
-    scale: Tensor | None,
+    fp8: tuple[Tensor, Tensor] | None = None,
+    **own: Tensor | int,
 ) -> None:
-    size = x.shape[-1]
-    num_rows = x.numel() // size
+    """Launch a kernel that ends in `store_normed`, over rows of `out`.
+
+    Args:
+        fp8: payload and scales, where they are asked for.
+        own: the kernel's other arguments, by name.
+    """
+    size = out.shape[-1]
+    num_rows = out.numel() // size
     if num_rows == 0:
         return
+    payload, scale = fp8 or (out, out)
     rows, piece, count = norm_shape(size)
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
-        x,
-        x if weight is None else weight,
-        out,
-        out if payload is None else payload,
-        out if scale is None else scale,
-        num_rows,
-        eps,
+    kernel[(triton.cdiv(num_rows, rows),)](
+        weight_ptr=out if weight is None else weight,
+        out_ptr=out,
+        payload_ptr=payload,
+        scale_ptr=scale,
+        num_rows=num_rows,
+        eps=eps,
         SIZE=size,
         ROWS=rows,
         PIECE=piece,
         COUNT=count,
         WEIGHTED=weight is not None,
-        FP8=payload is not None,
+        FP8=fp8 is not None,
         num_warps=4,
+        **own,
     )
+
+
+def _check(x: Tensor, weight: Tensor | None) -> None:
+    check_tensor("x", x, dtype=torch.bfloat16)
+    check_norm("x.shape[-1]", x.shape[-1] if x.dim() else 0, weight, x.device)

@@ -23,6 +23,7 @@ from deepinfer_kernels_cuda.sampling.scan import (
     NOBODY,
     Scanned,
     cut_arguments,
+    cut_flags,
     is_cut,
     merge_row,
     scaled,
@@ -77,9 +78,7 @@ def draw(found: Scanned, inputs: SampleInputs) -> Drawn:
         TILES=tiles.padded,
         SEVERAL=several,
         HAS_CYCLE=inputs.cycle is not None,
-        HAS_TOP_K=inputs.top_k is not None,
-        HAS_TOP_P=inputs.top_p is not None,
-        HAS_MIN_P=inputs.min_p is not None,
+        **cut_flags(inputs.top_k, inputs.top_p, inputs.min_p),
         num_warps=4 if several > 1 else tiles.num_warps,
         enable_fp_fusion=False,
     )

@@ -24,6 +24,7 @@ from deepinfer_kernels_cuda.sampling.scan import (
     GROUPS,
     Scanned,
     cut_arguments,
+    cut_flags,
     exp_of,
     is_cut,
     merge_mass,
@@ -96,9 +97,7 @@ def collect(found: Scanned, inputs: SampleInputs) -> Head:
         tiles.count,
         tiles.wanted,
         TILES=tiles.padded,
-        HAS_TOP_K=inputs.top_k is not None,
-        HAS_TOP_P=inputs.top_p is not None,
-        HAS_MIN_P=inputs.min_p is not None,
+        **cut_flags(inputs.top_k, inputs.top_p, inputs.min_p),
         num_warps=8,
         enable_fp_fusion=False,
     )

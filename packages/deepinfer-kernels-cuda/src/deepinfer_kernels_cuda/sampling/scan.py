@@ -32,6 +32,7 @@ __all__ = [
     "NO_MASSES",
     "Scanned",
     "cut_arguments",
+    "cut_flags",
     "exp_of",
     "is_cut",
     "mass_of",
@@ -130,9 +131,7 @@ def scan(
         HAS_MASK=mask is not None,
         HAS_BIAS=bias is not None,
         HAS_PENALTIES=penalties is not None,
-        HAS_TOP_K=cuts[0] is not None,
-        HAS_TOP_P=cuts[1] is not None,
-        HAS_MIN_P=cuts[2] is not None,
+        **cut_flags(*cuts),
         GROUP=groups,
         MASS=masses,
         num_warps=tiles.num_warps,
@@ -150,6 +149,12 @@ def cut_arguments(
         *(blank if each is None else each for each in settings),
         *(0 if each is None else each.stride(0) for each in settings),
     )
+
+
+def cut_flags(top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> dict[str, bool]:
+    """Return what kernels know of the cuts when they are compiled."""
+    settings = {"HAS_TOP_K": top_k, "HAS_TOP_P": top_p, "HAS_MIN_P": min_p}
+    return {name: each is not None for name, each in settings.items()}
 
 
 @triton.jit
