@@ -162,6 +162,13 @@ def test_a_scale_too_large_to_widen_is_refused():
         prepare_matrix(stored, DEVICE)
 
 
+def test_a_weight_with_nan_is_refused():
+    stored = draw_fp8(3, 32, 32)
+    stored.payload.view(torch.uint8)[5, 7] = 0x7F
+    with pytest.raises(KernelInputError, match=r"NaN in matrix.payload` is 1"):
+        prepare_matrix(stored, DEVICE)
+
+
 # products
 
 SMALL = [

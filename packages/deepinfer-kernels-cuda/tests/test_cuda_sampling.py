@@ -294,6 +294,25 @@ def test_min_p_drops_what_is_less_likely_than_a_share_of_the_best():
     assert kept(logits, min_p=column(0.05), top_k=column(2)) == [[0, 1]]
 
 
+@pytest.mark.parametrize("vocab_size", [100, 5000])
+def test_min_p_above_one_keeps_the_best(vocab_size):
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    inputs = settings(3, temperature=1.0, min_p=column(1.0, 1.0000001, torch.inf))
+    sampled = sample(logits, inputs)
+    assert torch.equal(sampled.token_ids, logits.argmax(-1))
+    assert not sampled.status.any()
+    assert torch.equal(probabilities(logits, inputs).argmax(-1), logits.argmax(-1))
+    assert torch.equal(twins.sample(logits, inputs).token_ids, logits.argmax(-1))
+
+
+def test_settings_that_are_missing_or_unknown_are_named():
+    logits = torch.zeros(1, 64, device=DEVICE)
+    with pytest.raises(KernelInputError, match="`seeds` is None"):
+        sample(logits, replace(settings(1), seeds=None))
+    with pytest.raises(KernelInputError, match=r"`stream` is 7.*0 and at most 3"):
+        sample(logits, replace(settings(1), stream=7))
+
+
 @pytest.mark.parametrize(
     ("flat", "given"),
     [

@@ -58,11 +58,22 @@ def test_rows_beyond_the_total_are_left_out():
     assert (sequence.tolist(), positions.tolist()) == ([0, 0, 1, 1], [10, 11, 20, 21])
 
 
+@pytest.mark.parametrize("counts", [(-5, 4, 3), (3, -2, 2), (-(10**9), 10**9 + 1)])
+def test_counts_below_zero_are_no_rows_and_write_nowhere(counts):
+    num_rows, start = ints(*counts), ints(*range(len(counts)))
+    for found, wanted in zip(
+        expand_rows(num_rows, start, 6), twins.expand_rows(num_rows, start, 6), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
 def test_expand_rows_names_what_is_wrong():
     with pytest.raises(KernelInputError, match="`start`"):
         expand_rows(ints(1, 2), ints(1), 3)
     with pytest.raises(KernelInputError, match="`total` is -1"):
         expand_rows(ints(1), ints(1), -1)
+    with pytest.raises(KernelInputError, match="`total` is a tensor"):
+        expand_rows(ints(1), ints(1), torch.tensor(3))
 
 
 # correct_inputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -9,7 +11,14 @@ from torch import Tensor
 from deepinfer_kernels_cuda.errors import KernelInputError
 from deepinfer_kernels_cuda.values import Rows
 
-__all__ = ["check_alignment", "check_rows", "check_tensor", "check_together", "check_value"]
+__all__ = [
+    "check_alignment",
+    "check_number",
+    "check_rows",
+    "check_tensor",
+    "check_together",
+    "check_value",
+]
 
 # Fields of `Rows` that have an element for each sequence, and how many more.
 _OF_SEQUENCES = {"row_start": 1, "first_position": 0, "sequence_slots": 0}
@@ -33,6 +42,8 @@ def check_tensor(
         contiguous: the whole tensor is; otherwise its last dimension alone.
         anywhere: it may be in host memory.
     """
+    if not isinstance(tensor, Tensor):
+        raise KernelInputError(f"`{name}` is {_shown(tensor)}; the op needs a tensor.")
     if not anywhere and tensor.device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise KernelInputError(
             f"`{name}` is on the CPU; kernels need an NVIDIA GPU. Move it there, or call the op's "
@@ -68,9 +79,23 @@ def check_tensor(
 def check_value(name: str, value: object, allowed: bool, needs: str) -> None:
     """Raise `KernelInputError` unless `allowed`; `needs` says what the op takes."""
     if not allowed:
-        # Printing its numbers would wait for the device.
-        shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise KernelInputError(f"`{name}` is {shown}; the op needs {needs}.")
+        raise KernelInputError(f"`{name}` is {_shown(value)}; the op needs {needs}.")
+
+
+def check_number(
+    name: str, value: object, low: float, high: float = math.inf, *, whole: bool = True
+) -> None:
+    """Raise `KernelInputError` unless an int, or a float if not `whole`, is in `low` .. `high`."""
+    kinds = (int,) if whole else (int, float)
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+    most = "" if high == math.inf else f" and at most {high:g}"
+    needs = f"{'an integer' if whole else 'a number'} of at least {low:g}{most}"
+    check_value(name, value, fits, needs)
+
+
+def _shown(value: object) -> str:
+    # Printing a tensor's numbers would wait for the device.
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def check_together(**values: object) -> None:
@@ -88,6 +113,8 @@ def check_rows(rows: Rows, num_rows: int, device: torch.device, names: tuple[str
 
     Shapes and types alone are looked at: nothing is read from the device.
     """
+    if not hasattr(rows, "first_position"):
+        raise KernelInputError(f"`rows` is {_shown(rows)}; the op needs `values.Rows`.")
     for name in names:
         more = _OF_SEQUENCES.get(name)
         size = num_rows if more is None else rows.first_position.shape[0] + more

@@ -1,7 +1,7 @@
 """Errors of this package.
 
 KernelError
-|-- KernelInputError   an argument of an op has a shape, dtype, stride or device it cannot take
+|-- KernelInputError   an argument has a type, shape, stride, device or value its op cannot take
 `-- Unsupported        this device or installation lacks what was asked for
 """
 
@@ -13,7 +13,7 @@ class KernelError(Exception):
 
 
 class KernelInputError(KernelError):
-    """An argument of an op has a shape, dtype, stride or device it cannot take."""
+    """An argument of an op has a type, shape, stride, device or value it cannot take."""
 
 
 class Unsupported(KernelError):

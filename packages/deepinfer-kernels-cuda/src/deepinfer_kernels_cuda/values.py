@@ -116,7 +116,9 @@ class SampleInputs:
 
     Attributes:
         seeds: [N, 2], low and high 32 bits. positions: [N], index of the token being produced.
-        temperature: [N] float32, 0 is greedy. top_k: [N], 0 keeps all. top_p, min_p: [N] float32.
+        temperature: [N] float32, 0 and below is greedy. top_k: [N], 0 and below keeps all.
+        top_p, min_p: [N] float32, shares of 1; 1 and above of `top_p` keeps all, of `min_p` the
+            best alone. None of these is NaN.
         penalties: [N, 3] float32: repetition, frequency, presence. They need `prompt_seen`
             [N, V] bool and `output_counts` [N, V] int32.
         bias: [N, V] float32. mask: [N, ceil(V / 32)] int32, bit v % 32 of word v // 32 allows v.

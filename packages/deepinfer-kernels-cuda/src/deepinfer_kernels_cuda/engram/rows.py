@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer_kernels_cuda.attention.window import is_newest
-from deepinfer_kernels_cuda.checks import check_rows, check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_number, check_rows, check_tensor, check_value
 from deepinfer_kernels_cuda.values import Rows
 
 __all__ = ["engram_rows"]
@@ -136,6 +136,7 @@ def engram_rows(
     check_value("multipliers.shape[1]", gram, gram >= 2, "n-grams of 2 ids or more")
     needs = f"a depth of {gram - 1} or more, for the ids before a row"
     check_value("history.shape[1]", depth, depth >= gram - 1, needs)
+    check_number("pad_id", pad_id, 0)
     per_layer = (layers, gram - 1, None)
     check_tensor("primes", primes, shape=per_layer, dtype=torch.int64, device=device)
     fields = ("positions", "sequence", "slots", "first_position", "row_start")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.checks import check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_number, check_tensor, check_value
 from deepinfer_kernels_cuda.kernel_math import as_bf16, round_bf16
 from deepinfer_kernels_cuda.quant.activations import fp8_groups
 
@@ -235,6 +235,7 @@ def launch_norm(
         fp8: payload and scales, where they are asked for.
         own: the kernel's other arguments, by name.
     """
+    check_number("eps", eps, 0, whole=False)
     size = out.shape[-1]
     num_rows = out.numel() // size
     if num_rows == 0:

@@ -55,8 +55,13 @@ def prepare_matrix(matrix: Matrix, device: torch.device | str) -> PreparedMatrix
 
     Runs once, when a weight is loaded; a prepared matrix is only moved.
 
+    Args:
+        matrix: payload [out, in]: bfloat16 or float32 (`plain`), or float8_e4m3fn with scale
+            [ceil(out / 32), ceil(in / 32)] uint8 (`fp8_tile`). In memory of any device.
+        device: where it goes.
     Raises:
-        KernelInputError: another format, tensors that do not fit it, or a scale above 2^7.
+        KernelInputError: another format, tensors that do not fit it, a NaN among fp8 values, or a
+            scale above 2^7. Of scales below 2^-107 products lose bits, as float32 does there.
     """
     check_value(
         "matrix.format", matrix.format, matrix.format in ("plain", "fp8_tile"), "plain or fp8_tile"
@@ -90,7 +95,11 @@ def prepare_matrix(matrix: Matrix, device: torch.device | str) -> PreparedMatrix
     )
     largest = int(matrix.scale.max()) if matrix.scale.numel() else 0
     check_value("matrix.scale.max()", largest, largest <= LARGEST_SCALE, f"<= {LARGEST_SCALE}")
-    payload = _blocks(matrix.payload.to(device))
+    stored = matrix.payload.to(device)
+    # Kernels widen the code of NaN as if it were 480.
+    num_nan = int(((stored.view(torch.uint8) & 0x7F) == 0x7F).sum()) if stored.numel() else 0
+    check_value("the number of NaN in matrix.payload", num_nan, num_nan == 0, "finite weights")
+    payload = _blocks(stored)
     scale = _scale_words(matrix.scale.to(device))
     return PreparedMatrix(payload, scale, "fp8_tile", matrix.shape, "blocks")
 

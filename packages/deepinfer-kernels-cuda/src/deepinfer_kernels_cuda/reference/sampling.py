@@ -94,7 +94,8 @@ def _kept(values: Tensor, inputs: SampleInputs) -> Tensor:
         behind = torch.nn.functional.pad(~short[:, :-1], (1, 0)) & (p < 1)
         ordered = ordered.masked_fill(behind, _NO_LOGIT)
     if inputs.min_p is not None:
-        ordered = ordered.masked_fill(ordered.exp() < inputs.min_p.unsqueeze(1), _NO_LOGIT)
+        low = inputs.min_p.clamp(max=1.0).unsqueeze(1)  # the best one stays
+        ordered = ordered.masked_fill(ordered.exp() < low, _NO_LOGIT)
     return torch.empty_like(ordered).scatter_(1, ids, ordered)
 
 

@@ -13,6 +13,7 @@ __all__ = ["apply_deltas", "correct_inputs", "expand_rows", "write_carry"]
 def expand_rows(num_rows: Tensor, start: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """See `step.expand_rows`."""
     place = torch.arange(total, device=num_rows.device).unsqueeze(1)
+    num_rows = num_rows.clamp(min=0)
     end = num_rows.cumsum(0)
     own = (place < end) & (place >= end - num_rows)  # [total, R], one sequence a row at most
     number = torch.arange(len(start), device=start.device)

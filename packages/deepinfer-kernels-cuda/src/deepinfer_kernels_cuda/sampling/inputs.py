@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deepinfer_kernels_cuda.checks import check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_number, check_tensor, check_value
 from deepinfer_kernels_cuda.errors import KernelInputError
 from deepinfer_kernels_cuda.values import SampleInputs
 
@@ -83,6 +83,10 @@ def check_inputs(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, SampleIn
     """
     num_rows, vocab_size = check_logits(logits)
     device, per_token = logits.device, (num_rows, vocab_size)
+    for name in ("seeds", "positions", "temperature"):
+        value = getattr(inputs, name, None)
+        check_value(name, value, isinstance(value, Tensor), "a tensor")
+    check_number("stream", inputs.stream, 0, 3)
     for name, dtype in _COLUMNS.items():
         column: Tensor | None = getattr(inputs, name)
         if column is not None and (

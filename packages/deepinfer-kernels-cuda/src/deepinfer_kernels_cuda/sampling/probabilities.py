@@ -102,7 +102,8 @@ def _spread(
         weight = exp_of(v)
         kept = ranked(v, token) <= tl.load(limit_ptr + row)
         if HAS_MIN_P:
-            kept = kept & (weight >= tl.load(min_p_ptr + row * min_p_stride))
+            low = tl.minimum(tl.load(min_p_ptr + row * min_p_stride), 1.0)  # the best one stays
+            kept = kept & (weight >= low)
         mass = tl.load(kept_mass_ptr + row).to(tl.float32)
         share = quotient(tl.where(kept, weight, 0.0), mass)
         tl.store(out_ptr + row * vocab_size + token, share, mask=inside)

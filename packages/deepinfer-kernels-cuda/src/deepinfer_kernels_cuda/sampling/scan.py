@@ -202,7 +202,7 @@ def is_cut(
     if HAS_TOP_P:
         p = tl.load(top_p_ptr + row * top_p_stride)
     if HAS_MIN_P:
-        low = tl.load(min_p_ptr + row * min_p_stride)
+        low = tl.minimum(tl.load(min_p_ptr + row * min_p_stride), 1.0)  # the best one stays
     return k, p, low, (k > 0) | (p < 1.0) | (low > 0.0)
 
 

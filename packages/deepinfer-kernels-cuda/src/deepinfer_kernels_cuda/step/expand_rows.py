@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.checks import check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_number, check_tensor
 
 __all__ = ["expand_rows"]
 
@@ -19,7 +19,7 @@ def expand_rows(num_rows: Tensor, start: Tensor, total: int) -> tuple[Tensor, Te
     """Lay sequences end to end and say for each row whose it is and where it sits.
 
     Args:
-        num_rows: [R] int64, contiguous, rows of each sequence; 0 is allowed.
+        num_rows: [R] int64, contiguous, rows of each sequence; 0 and below is none.
         start: [R] int64, contiguous, position of each sequence's first row.
         total: rows of the step, padding included.
     Returns:
@@ -32,7 +32,7 @@ def expand_rows(num_rows: Tensor, start: Tensor, total: int) -> tuple[Tensor, Te
     check_tensor("num_rows", num_rows, shape=(None,), dtype=torch.int64)
     device, count = num_rows.device, num_rows.shape[0]
     check_tensor("start", start, shape=(count,), dtype=torch.int64, device=device)
-    check_value("total", total, total >= 0, "at least 0 rows")
+    check_number("total", total, 0)
     sequence = torch.empty(total, dtype=torch.int64, device=device)
     positions = torch.empty_like(sequence)
     if total:
@@ -58,9 +58,9 @@ def _expand_rows(
     first = tl.full((), 0, tl.int64)
     for begin in range(0, s, SEQUENCES):
         i = begin + tl.arange(0, SEQUENCES)
-        first += tl.sum(tl.load(num_rows_ptr + i, mask=i < s, other=0))
+        first += tl.sum(tl.maximum(tl.load(num_rows_ptr + i, mask=i < s, other=0), 0))
     padding = s == count
-    rows = tl.load(num_rows_ptr + s, mask=s < count, other=0)
+    rows = tl.maximum(tl.load(num_rows_ptr + s, mask=s < count, other=0), 0)
     start = tl.load(start_ptr + s, mask=s < count, other=0)
     last = tl.where(padding, total, tl.minimum(first + rows, total))
     owner = tl.where(padding, -1, s).to(tl.int64)
