@@ -166,7 +166,7 @@ def test_kernels_reproduce_the_released_numerics(strict):
 def test_the_reference_drifts_as_far_when_its_sums_move_by_one_ulp(monkeypatch):
     """Why the test above asks for a correlation: one flipped rounding moves this model's logits.
 
-    Row 16 moves by 0.56 here, and by 0.56 through the kernels.
+    Over all 40 rows, row 16 is the first that moves, here as through the kernels on an H200.
     """
     exact, generator = torch.bmm, torch.Generator().manual_seed(1)
 

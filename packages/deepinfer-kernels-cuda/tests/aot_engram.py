@@ -1,7 +1,7 @@
 """Engram in the released sizes: 3 orders of 8 heads, rows of 256, 4 streams of 5120."""
 
 from deepinfer_kernels_cuda.engram.gate import _gate
-from deepinfer_kernels_cuda.engram.read import _read_rows
+from deepinfer_kernels_cuda.engram.read import VECTOR, _read_rows
 from deepinfer_kernels_cuda.engram.rows import ROWS_A_PROGRAM, _hash_rows, _write_history
 from deepinfer_kernels_cuda.norm.rms_norm import norm_shape
 from deepinfer_kernels_cuda.testing.aot import AotCase
@@ -37,10 +37,11 @@ def _gated(images: bool) -> AotCase:
 HASH = {"GRAM": 4, "COLUMNS": 24, "ROWS": ROWS_A_PROGRAM, "BLOCK": 32}
 READ = {"payload_ptr": "*fp8e4nv", "scale_ptr": "*u8", "id_ptr": "*i64", "out_ptr": "*bf16"}
 READ |= {"num_ids": "i32"}
+SIZES = {"WIDTH": 256, "SCALED": True, "VECTOR": VECTOR, "VECTORS": 256}
 CASES = [
     _case("engram_rows", _hash_rows, HASH, TYPES),
     _case("engram_rows history", _write_history, {"ROWS": 128}, TYPES),
-    _case("engram_read", _read_rows, {"WIDTH": 256, "SCALED": True, "IDS": 8, "GROUPS": 8}, READ),
+    _case("engram_read", _read_rows, SIZES, READ),
     _gated(False),
     _gated(True),
 ]

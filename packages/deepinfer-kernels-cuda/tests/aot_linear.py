@@ -1,5 +1,7 @@
 """Kernels of activation rounding and linear layers, in the configurations of V4.1-Flash."""
 
+import torch
+
 from deepinfer_kernels_cuda.linear import blocks, embed, many_rows, rows
 from deepinfer_kernels_cuda.linear import chunks as cuts
 from deepinfer_kernels_cuda.quant import activations
@@ -63,22 +65,24 @@ def _rows(num_rows: int, chunks: int, whole: bool, out: str, wide: bool = False)
     )
 
 
-def _many_rows(chunks: int, out: str) -> AotCase:
-    large = chunks == 1 and out == "bf16"
-    width = 256 if large else 128
+def _many_rows(chunks: int, out: str, num_rows: int = 8192) -> AotCase:
+    dtype = torch.bfloat16 if out == "bf16" else torch.float32
+    tile = many_rows._many_rows_tile(num_rows, 512, chunks, dtype, 132)
     return AotCase(
-        name=f"many_rows[chunks={chunks}, {out}]",
+        name=f"many_rows[{num_rows}, chunks={chunks}, {out}]",
         kernel=many_rows._many_rows if chunks == 1 else many_rows._many_rows_in_chunks,
         signature={
-            "x_desc": "tensordesc<bf16[128,64]>",
-            "w_desc": f"tensordesc<bf16[{width},64]>",
-            "out_desc": f"tensordesc<{out}[128,{width}]>",
+            "x_desc": f"tensordesc<bf16[{tile.height},64]>",
+            "w_desc": f"tensordesc<bf16[{tile.width},64]>",
+            "out_desc": f"tensordesc<{out}[{tile.height},{tile.width}]>",
             "out_ptr": f"*{out}",
             **_integers("rows outputs columns chunk"),
         },
-        constexprs={"BM": 128, "BN": width, "BK": 64, "GROUP": 8, "PROGRAMS": 132},
+        constexprs={"BM": tile.height, "BN": tile.width, "BK": 64, "GROUP": 8, "PROGRAMS": 132}
+        | ({"ONE_LOOP": False} if chunks > 1 else {}),
+        by_capability={90: {"ONE_LOOP": True}} if chunks > 1 else {},
         divisible_by_16=("outputs", "columns"),
-        options={"num_warps": 8, "num_stages": 3 if large else 4},
+        options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
 
 
@@ -114,6 +118,9 @@ CASES = [
     _many_rows(1, "bf16"),
     _many_rows(8, "bf16"),
     _many_rows(8, "fp32"),
+    _many_rows(8, "bf16", 1024),
+    _many_rows(8, "fp32", 1024),
+    _many_rows(1, "fp32", 1024),
     _round(False),
     _round(True),
     AotCase(

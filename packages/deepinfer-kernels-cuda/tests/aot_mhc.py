@@ -24,29 +24,36 @@ TYPES = {name: "*fp32" for name in (*FLOATS, "coefficient_ptr")} | {
 }
 
 
-def _case(name, kernel, sizes, warps=4, **types) -> AotCase:
+def _case(name, kernel, sizes, warps=4, registers=None, **types) -> AotCase:
     signature = {arg: {**TYPES, **types}[arg] for arg in kernel.arg_names if arg not in sizes}
-    return AotCase(name, kernel, signature, sizes, options={"num_warps": warps})
+    options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+    return AotCase(name, kernel, signature, sizes, options=options)
 
 
 MIX = {"K": STREAMS * SIZE, "OUT": OUT, "COLUMNS": COLUMNS}
 
 
-def _products(many: bool) -> AotCase:
+FORMS = {"few": 1, "group": mix.GROUP, "part": mix.GROUP * mix.PART}  # chunks of a program
+
+
+def _products(form: str) -> AotCase:
+    many = form != "few"
     sizes = MIX | {"BLOCK_ROWS": mix.BLOCK_ROWS, "CHUNK": mix.CHUNK, "TILE": mix.TILE}
-    tuned = {"CHUNKS": mix.GROUP, "STAGES": 3, "UNROLL": 1}
-    sizes |= tuned if many else {"CHUNKS": 1, "STAGES": 1, "UNROLL": mix.CHUNK}
+    sizes |= {"STAGES": 3, "UNROLL": 1} if many else {"STAGES": 1, "UNROLL": mix.CHUNK}
+    sizes |= {"CHUNKS": FORMS[form], "GROUP": mix.GROUP, "SPLIT": many}
     types = {"fn_ptr": "*bf16" if many else "*fp32"}
-    name = f"mhc_mix products, {'many' if many else 'few'}"
-    return _case(name, mix._products, sizes | {"SPLIT": many}, **types)
+    registers = 128 if many else None
+    return _case(f"mhc_mix products, {form}", mix._products, sizes, registers=registers, **types)
 
 
-def _coefficients(many: bool) -> AotCase:
-    chunks = STREAMS * SIZE // (mix.TILE * mix.CHUNK)
-    groups = chunks // mix.GROUP
-    sizes = MIX | {"STREAMS": STREAMS, "ROWS": mix.ROWS_A_PROGRAM, "GROUPS": groups, "BLOCK": 4}
-    sizes |= {"PARTS": groups, "RUN": 1} if many else {"PARTS": chunks, "RUN": mix.GROUP}
-    return _case(f"mhc_mix coefficients, {'many' if many else 'few'}", mix._coefficients, sizes)
+def _coefficients(form: str) -> AotCase:
+    whole = STREAMS * SIZE // (mix.TILE * mix.CHUNK * FORMS["part"])
+    rows = mix.ROWS_OF_FEW if form == "few" else mix.ROWS_OF_MANY
+    sizes = MIX | {"STREAMS": STREAMS, "ROWS": rows, "WHOLE": whole, "BLOCK": 4}
+    sizes |= {"CHUNKS_A_GROUP": mix.GROUP if form == "few" else 1}
+    sizes |= {"GROUPS_A_PART": 1 if form == "part" else mix.PART}
+    sizes |= {"PARTS": whole * FORMS["part"] // FORMS[form]}
+    return _case(f"mhc_mix coefficients, {form}", mix._coefficients, sizes, warps=1)
 
 
 def _norm(name: str, kernel, fp8: bool) -> AotCase:
@@ -58,8 +65,8 @@ def _norm(name: str, kernel, fp8: bool) -> AotCase:
 SPLIT = {"OUT": OUT, "K": STREAMS * SIZE, "BLOCK": 1024}
 CASES = [
     _case("mhc_mix split", mix._split, SPLIT, split_ptr="*bf16"),
-    *(_products(many) for many in (False, True)),
-    *(_coefficients(many) for many in (False, True)),
+    *(_products(form) for form in FORMS),
+    *(_coefficients(form) for form in FORMS),
     _case("mhc_collapse", _collapse, STREAM | {"BLOCK": 1024}),
     _case("mhc_merge", _merge, STREAM | {"BLOCK": 1024}),
     *(_norm("mhc_collapse_norm", _collapse_norm, fp8) for fp8 in (False, True)),

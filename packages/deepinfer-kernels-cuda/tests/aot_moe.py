@@ -1,5 +1,7 @@
 """Router, grouping and experts in the configurations that V4.1-Flash uses."""
 
+import torch
+
 from deepinfer_kernels_cuda.moe import fp4_tiles, permute
 from deepinfer_kernels_cuda.moe.combine import COLUMNS, _combine
 from deepinfer_kernels_cuda.moe.fp4_down import _down
@@ -40,37 +42,34 @@ SIGNATURE = POINTERS | dict.fromkeys(SIZES, "i32")
 EVEN_SIZES = ("width", "inner", "panel_rows")
 
 
-def _case(name, kernel, constexprs, warps, stages=1, **types):
+def _case(name, kernel, constexprs, warps, stages=1, hopper=None, **types):
     options = {"num_warps": warps, "num_stages": stages}
-    return AotCase(name, kernel, SIGNATURE | types, constexprs, EVEN_SIZES, options)
+    return AotCase(
+        name,
+        kernel,
+        SIGNATURE | types,
+        constexprs,
+        EVEN_SIZES,
+        options,
+        by_capability={90: hopper or {}},
+    )
 
 
 def _products(tile_rows: int, wide: bool = False, even: bool = True) -> list[AotCase]:
-    up, down = fp4_tiles.gate_up_config(tile_rows), fp4_tiles.down_config(tile_rows)
-    common = {"EVEN": even, "WIDE": wide, "BN": tile_rows}
+    options = fp4_tiles.tile_options(tile_rows, torch.device("cpu"))
+    common = {"EVEN": even, "WIDE": wide, **options}
     name = f"{tile_rows}{' wide' * wide}{' ragged' * (not even)}"
+    sizes = fp4_tiles.WARPS, fp4_tiles.STAGES, {"SETTLE": True}
     return [
-        _case(
-            f"gate_up {name}",
-            _gate_up,
-            {**common, "TOP_K": 6, "BM": up.out_rows, "SETTLE": up.settle, "GROUP": up.group},
-            up.warps,
-            up.stages,
-        ),
-        _case(
-            f"down {name}",
-            _down,
-            {**common, "BM": down.out_rows, "SETTLE": down.settle, "GROUP": down.group},
-            down.warps,
-            down.stages,
-        ),
+        _case(f"gate_up {name}", _gate_up, {**common, "TOP_K": 6}, *sizes),
+        _case(f"down {name}", _down, common, *sizes),
     ]
 
 
 PLAIN = {"w1_ptr": "*bf16", "w3_ptr": "*bf16", "w2_ptr": "*bf16"}
 PLAIN_SIZES = {"BM": BM, "BN": 8, "BK": BK}
 CASES = [
-    *(case for rows in (8, 16, 64, 128) for case in _products(rows)),
+    *(case for rows in (8, 16, 32, 64, 128) for case in _products(rows)),
     *_products(16, wide=True, even=False),
     _case(
         "plain_gate_up", _plain_gate_up, {**PLAIN_SIZES, "TOP_K": 6, "ROUND": True}, 4, 3, **PLAIN

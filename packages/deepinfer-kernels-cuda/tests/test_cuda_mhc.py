@@ -90,15 +90,17 @@ def test_a_row_of_a_mix_does_not_depend_on_the_others(count, size):
             assert_same_bits(part, whole[-rows:], f"{rows} rows")
 
 
-@pytest.mark.parametrize("size", [40, 725] + [5120] * ON_GPU)
-def test_the_form_for_many_rows_has_the_bits_of_the_form_for_few(size, monkeypatch):
-    # 725: two groups of chunks, the second one short, and so its last chunk.
+@pytest.mark.parametrize("size", [40, 725, 2700] + [5120] * ON_GPU)
+def test_the_forms_for_many_rows_have_the_bits_of_the_form_for_few(size, monkeypatch):
+    # 725: two groups of chunks, 2700: two parts; the last is short, and so its last chunk.
     streams, mixer = _random(67, 2, size), _mixer(2, size)
     few = mhc_mix(streams[:3], *mixer, **SETTINGS)
     monkeypatch.setattr(mix, "FEW_ROWS", 0)
-    many = mhc_mix(streams, *mixer, **SETTINGS)
-    for part, whole in zip(few, many, strict=True):
-        assert_same_bits(part, whole[:3])
+    for most in (1 << 20, 0):
+        monkeypatch.setattr(mix, "MANY_ROWS", most)
+        many = mhc_mix(streams, *mixer, **SETTINGS)
+        for part, whole in zip(few, many, strict=True):
+            assert_same_bits(part, whole[:3])
 
 
 def test_a_nan_row_stays_in_its_row():

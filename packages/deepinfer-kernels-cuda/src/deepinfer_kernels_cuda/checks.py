@@ -9,10 +9,11 @@ import triton
 from torch import Tensor
 
 from deepinfer_kernels_cuda.errors import KernelInputError
-from deepinfer_kernels_cuda.values import Rows
+from deepinfer_kernels_cuda.values import BlockStore, Rows
 
 __all__ = [
     "check_alignment",
+    "check_blocks",
     "check_number",
     "check_rows",
     "check_tensor",
@@ -123,6 +124,14 @@ def check_rows(rows: Rows, num_rows: int, device: torch.device, names: tuple[str
         fits = tensor.dtype == dtype and tensor.shape == (size,) and tensor.device == device
         if not fits or not tensor.is_contiguous():  # far quicker than what follows
             check_tensor(f"rows.{name}", tensor, shape=(size,), dtype=dtype, device=device)
+
+
+def check_blocks(name: str, store: BlockStore) -> None:
+    """Raise `KernelInputError` unless a block store has room for an entry in every slot."""
+    check_number(f"{name}.ratio", store.ratio, 1)
+    size = (store.data.shape[1], store.table.shape[1])
+    needs = "at least one entry a block and one block a slot"
+    check_value(f"(entries a block, blocks a slot) of {name}", size, min(size) > 0, needs)
 
 
 def check_alignment(name: str, tensor: Tensor, multiple: int) -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.checks import check_rows, check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_blocks, check_rows, check_tensor
 from deepinfer_kernels_cuda.quant.entries import (
     GROUP,
     KINDS,
@@ -45,9 +45,9 @@ def write_entries(store: BlockStore, entries: Tensor, rows: Rows, kind: str) -> 
         contiguous=False,
     )  # fmt: skip
     check_rows(rows, num_rows, device, ("positions", "sequence", "slots", "writes"))
-    check_value("store.ratio", store.ratio, store.ratio > 0, "a positive ratio")
     if num_rows == 0:
         return
+    check_blocks("store", store)
     groups = triton.next_power_of_2(channels // GROUP[kind])
     tile = max(1, 2048 // (groups * GROUP[kind]))
     _write_entries_kernel[(triton.cdiv(num_rows, tile),)](

@@ -124,7 +124,7 @@ def index_scores(
         plan: sizes.
         part: which rows to score.
     Returns:
-        `Scores` of those rows. The key of an entry does not depend on other rows, nor on the plan.
+        `Scores` of those rows. The key of an entry does not depend on other rows, nor on the plan, but for `joined`.
     Source: reference.indexer.index_scores; model-v41.md 6 and 10.
     """
     queries, weights = queries[part], weights[part]

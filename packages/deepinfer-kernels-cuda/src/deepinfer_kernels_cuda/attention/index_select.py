@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer_kernels_cuda.attention.index_scores import UNIT, index_scores, score_plan
 from deepinfer_kernels_cuda.attention.select import MOST_RANKED, select, select_sizes
-from deepinfer_kernels_cuda.checks import check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_number, check_tensor, check_value
 from deepinfer_kernels_cuda.quant.entries import entry_width
 from deepinfer_kernels_cuda.values import BlockStore, Rows
 
@@ -98,15 +98,12 @@ def index_select(
         "keys.table", keys.table, shape=(None, None), dtype=torch.int32, device=device,
         contiguous=False,
     )  # fmt: skip
-    for name in ("positions", "sequence", "slots"):
-        check_tensor(
-            f"rows.{name}",
-            getattr(rows, name),
-            shape=(num_rows,),
-            dtype=torch.int64,
-            device=device,
-        )
-    check_value("top_k", top_k, top_k > 0, "a positive number")
+    sizes = {"positions": num_rows, "sequence": num_rows, "slots": num_rows, "sequence_slots": None}
+    for name, size in sizes.items():
+        tensor = getattr(rows, name, None)
+        check_tensor(f"rows.{name}", tensor, shape=(size,), dtype=torch.int64, device=device)
+    check_number("keys.ratio", keys.ratio, 1)
+    check_number("top_k", top_k, 1)
     power = candidate_block > 0 and candidate_block & (candidate_block - 1) == 0
     check_value(
         "candidate_block", candidate_block, power and candidate_block <= 64,

@@ -10,6 +10,8 @@ from torch import Tensor
 from deepinfer_kernels_cuda.attention.widen import row_of
 from deepinfer_kernels_cuda.checks import (
     check_alignment,
+    check_blocks,
+    check_number,
     check_rows,
     check_tensor,
     check_together,
@@ -39,6 +41,8 @@ def check_stores(
     num_rows, device = queries.shape[0], queries.device
     check_rows(rows, num_rows, device, _FIELDS)
     _check_store("window.data", window.data, "window", queries)
+    check_number("rows.window_len", rows.window_len, 1)
+    check_number("window.data.shape[1]", window.data.shape[1], 1)
     check_together(entries=entries, picks=picks)
     if entries is None or picks is None:
         return
@@ -48,6 +52,8 @@ def check_stores(
         "entries.table", entries.table, shape=(None, None), dtype=torch.int32, device=device,
         contiguous=False,
     )  # fmt: skip
+    if num_rows and picks.shape[1]:
+        check_blocks("entries", entries)
 
 
 def _check_store(name: str, data: Tensor, kind: str, queries: Tensor) -> None:

@@ -23,7 +23,7 @@ from deepinfer_kernels_cuda.linear.chunks import Cut, as_stored, workspace
 from deepinfer_kernels_cuda.linear.overlap import OVERLAP, begin
 from deepinfer_kernels_cuda.quant.matrix import PreparedMatrix
 
-__all__ = ["BlockTile", "block_product", "block_tile", "expand_blocks", "widen_blocks"]
+__all__ = ["BlockTile", "block_product", "block_tile", "expand_blocks", "on_hopper", "widen_blocks"]
 
 WORD = tl.constexpr(128)
 BLOCK_ROWS = tl.constexpr(16)
@@ -231,7 +231,8 @@ def block_tile(rows: int, cut: Cut) -> BlockTile:
     return BlockTile(128, 128, 3, 8)
 
 
-def _settles(device: torch.device) -> bool:
+def on_hopper(device: torch.device) -> bool:
+    """Return whether a device has Hopper's matrix unit, which some forms of kernels are for."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -288,7 +289,7 @@ def block_product(
         BM=tile.outputs,
         BN=tile.rows,
         STAGES=tile.stages,
-        SETTLE=_settles(x.device),
+        SETTLE=on_hopper(x.device),
         num_warps=tile.warps,
         **OVERLAP,
     )

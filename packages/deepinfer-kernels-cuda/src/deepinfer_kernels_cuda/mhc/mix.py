@@ -4,8 +4,9 @@
         partial sums [parts, B, columns] --- coefficients ---> pre, post, comb
 
 After the S*(2+S) columns of the products comes that of the squares. Chunks are added in order to
-groups of `GROUP`, groups to the total. A program takes one chunk or one group, by the number of
-rows; the additions are the same, and so are the bits.
+groups of `GROUP`, groups in order to parts of `PART`, parts to the total. A program takes one
+chunk, one group or one part, by the number of rows; the additions are the same, and so are the
+bits.
 
 `fn` is float32, streams are bfloat16. `fn` is the exact sum of three bfloat16 parts, whose products
 with the streams are exact in float32: so tensor cores give a float32 product. Few rows split it on
@@ -27,13 +28,18 @@ __all__ = ["mhc_mix"]
 BLOCK_ROWS = 64  # the smallest tile of the widest tensor core instruction
 TILE = 64  # channels of one product
 CHUNK = 4  # tiles
-# Products of 4 streams of 5120, measured on an H200: groups of 5 chunks take 18 us for 1024 rows
-# and 111 us for 8192, groups of 10 26 and 106; blocks of 64 and of 128 rows the same. The early
-# launch of dependent kernels gains 0.3 us for few rows and doubles the time for 1024: their
-# programs crowd onto the multiprocessors that are free first.
+# Products of 4 streams of 5120, measured on an H200: 8192 rows 114 us by groups of 5 chunks and 110
+# by parts of 20, 105 with squares kept apart by channel up to a chunk's end; 4096 rows are faster
+# by groups. Blocks of 128 rows and 2 or 4 stages are no better. The early launch of dependent
+# kernels gains 0.3 us for few rows and doubles the time for 1024: their programs crowd onto the
+# multiprocessors that are free first.
 GROUP = 5  # chunks
-FEW_ROWS = 256  # up to here a program takes one chunk, over it a group
-ROWS_A_PROGRAM = 4  # of the coefficients: one element of `comb` a thread
+PART = 4  # groups
+FEW_ROWS = 256  # up to here a program takes one chunk
+MANY_ROWS = 6144  # from here on it takes a part; between them a group
+# Of a program of coefficients. For 8192 rows they take 9 us with two rows, 14 with one; for few
+# 0.5 to 1 us less with one.
+ROWS_OF_FEW, ROWS_OF_MANY = 1, 2
 
 
 @triton.jit
@@ -69,6 +75,7 @@ def _products(
     SPLIT: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -82,15 +89,18 @@ def _products(
     part = tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     valid = (row < num_rows)[:, None]
-    total = tl.zeros((BLOCK_ROWS, COLUMNS), tl.float32)
-    all_squares = tl.zeros((BLOCK_ROWS,), tl.float32)
-    acc = tl.zeros((BLOCK_ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+    acc = tl.zeros((BLOCK_ROWS, COLUMNS), tl.float32)  # of a chunk, a group and a part
+    group = tl.zeros((BLOCK_ROWS, COLUMNS), tl.float32)
+    whole = tl.zeros((BLOCK_ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+    group_squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+    whole_squares = tl.zeros((BLOCK_ROWS,), tl.float32)
     for step in tl.range(0, CHUNKS * CHUNK, num_stages=STAGES, loop_unroll_factor=UNROLL):
         channel = (part * CHUNKS * CHUNK + step) * TILE + tl.arange(0, TILE)
         inside = channel < K
         place = row[:, None] * K + channel[None, :]
         x = tl.load(stream_ptr + place, mask=valid & inside[None, :], other=0.0)
+        acc = tl.where(step % CHUNK == 0, 0.0, acc)
         if SPLIT:
             for i in tl.static_range(3):
                 place = (i * COLUMNS + column)[:, None] * K + channel[None, :]
@@ -103,15 +113,22 @@ def _products(
             for i in tl.static_range(3):
                 acc = dot(x, tl.trans(parts[i]), acc)
         wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-        last = step % CHUNK == CHUNK - 1  # the chunk is complete
-        total += tl.where(last, acc, 0.0)
-        all_squares += tl.where(last, squares, 0.0)
-        acc = tl.where(last, 0.0, acc)
-        squares = tl.where(last, 0.0, squares)
-    total = tl.where(column[None, :] == OUT, all_squares[:, None], total)
+        squares += wide * wide
+        if step % CHUNK == CHUNK - 1:
+            group += acc
+            group_squares += tl.sum(squares, axis=1)
+            squares = tl.zeros((BLOCK_ROWS, TILE), tl.float32)
+        if CHUNKS > GROUP:  # noqa: SIM102 - known when compiled
+            if step % (GROUP * CHUNK) == GROUP * CHUNK - 1:
+                whole += group
+                whole_squares += group_squares
+                group = tl.zeros((BLOCK_ROWS, COLUMNS), tl.float32)
+                group_squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if CHUNKS > GROUP:
+        group, group_squares = whole, whole_squares
+    group = tl.where(column[None, :] == OUT, group_squares[:, None], group)
     offset = (part * num_rows + row)[:, None] * COLUMNS + column[None, :]
-    tl.store(partial_ptr + offset, total, mask=valid)
+    tl.store(partial_ptr + offset, group, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_rows", "iterations"])
@@ -131,21 +148,25 @@ def _coefficients(
     OUT: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
-    RUN: tl.constexpr,
+    CHUNKS_A_GROUP: tl.constexpr,
+    GROUPS_A_PART: tl.constexpr,
     ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = (row < num_rows)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    part = tl.arange(0, GROUPS)[None, :, None] * RUN
-    sums = tl.zeros((ROWS, GROUPS, COLUMNS), tl.float32)
-    for _ in tl.static_range(RUN):
-        used = valid[:, None, :] & (part < PARTS)
-        offset = (part * num_rows + row[:, None, None]) * COLUMNS + column[None, :, :]
-        sums += tl.load(partial_ptr + offset, mask=used, other=0.0)
-        part += 1
+    part = tl.arange(0, WHOLE)[None, :, None] * (CHUNKS_A_GROUP * GROUPS_A_PART)
+    sums = tl.zeros((ROWS, WHOLE, COLUMNS), tl.float32)
+    for _ in tl.static_range(GROUPS_A_PART):
+        group = tl.zeros((ROWS, WHOLE, COLUMNS), tl.float32)
+        for _ in tl.static_range(CHUNKS_A_GROUP):
+            used = valid[:, None, :] & (part < PARTS)
+            offset = (part * num_rows + row[:, None, None]) * COLUMNS + column[None, :, :]
+            group += tl.load(partial_ptr + offset, mask=used, other=0.0)
+            part += 1
+        sums += group
     total = tl.sum(sums, axis=1)
     squares = tl.sum(tl.where(column == OUT, total, 0.0), axis=1)
     mean = tl.div_rn(squares, 1.0 * K)
@@ -219,7 +240,9 @@ def mhc_mix(
     out, k = count * (2 + count), count * size
     columns = triton.next_power_of_2(out + 1)
     many = rows > FEW_ROWS
-    chunks = GROUP if many else 1
+    chunks = 1
+    if many:
+        chunks = GROUP * PART if rows >= MANY_ROWS else GROUP
     parts = -(-k // (TILE * CHUNK * chunks))
     partial = torch.empty((parts, rows, columns), dtype=torch.float32, device=streams.device)
     if many:
@@ -238,11 +261,13 @@ def mhc_mix(
             SPLIT=many,
             CHUNKS=chunks,
             CHUNK=CHUNK,
+            GROUP=GROUP,
             TILE=TILE,
             BLOCK_ROWS=BLOCK_ROWS,
             STAGES=3 if many else 1,
             UNROLL=1 if many else CHUNK,
             num_warps=4,
+            maxnreg=128 if many else None,  # four programs a multiprocessor
         )
     return _run_coefficients(
         partial, scale, base, k, chunks, norm_eps=norm_eps, eps=eps, iterations=iterations
@@ -279,8 +304,10 @@ def _run_coefficients(
     pre, post = (torch.empty((rows, count), device=partial.device) for _ in range(2))
     comb = torch.empty((rows, count, count), device=partial.device)
     if rows:
-        run = GROUP if chunks == 1 else 1
-        _coefficients[(triton.cdiv(rows, ROWS_A_PROGRAM),)](
+        a_group = GROUP if chunks == 1 else 1
+        a_part = PART if chunks <= GROUP else 1
+        at_once = ROWS_OF_FEW if chunks == 1 else ROWS_OF_MANY
+        _coefficients[(triton.cdiv(rows, at_once),)](
             partial,
             scale,
             base,
@@ -296,10 +323,11 @@ def _run_coefficients(
             OUT=out,
             COLUMNS=columns,
             PARTS=parts,
-            RUN=run,
-            ROWS=ROWS_A_PROGRAM,
-            GROUPS=triton.next_power_of_2(-(-parts // run)),
+            CHUNKS_A_GROUP=a_group,
+            GROUPS_A_PART=a_part,
+            ROWS=at_once,
+            WHOLE=triton.next_power_of_2(-(-parts // (a_group * a_part))),
             BLOCK=triton.next_power_of_2(count),
-            num_warps=4,
+            num_warps=1,
         )
     return pre, post, comb

@@ -11,9 +11,12 @@ from deepinfer_kernels_cuda.kernel_math import as_bf16
 from deepinfer_kernels_cuda.linear.overlap import OVERLAP, begin
 from deepinfer_kernels_cuda.moe.fp4_planes import BLOCK, PLANE
 from deepinfer_kernels_cuda.moe.fp4_tiles import (
+    OUT_ROWS,
+    STAGES,
+    WARPS,
     add_block,
-    down_config,
-    settles,
+    block_columns,
+    tile_options,
 )
 from deepinfer_kernels_cuda.moe.permute import Permutation
 from deepinfer_kernels_cuda.moe.prepare import BLOCK as BLOCK_CHANNELS
@@ -21,6 +24,43 @@ from deepinfer_kernels_cuda.moe.prepare import PreparedExperts
 from deepinfer_kernels_cuda.moe.tiles import tile_of
 
 __all__ = ["run_down"]
+
+
+@triton.jit
+def _down_tile(
+    pointers,
+    sizes,
+    tile,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    SETTLE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    x_ptr, w2_ptr, s2_ptr, order_ptr, out_ptr = pointers
+    inner, width, panel_rows, num_blocks = sizes
+    slot, first, count, out_tile = tile
+    n = tl.arange(0, BN)
+    m = out_tile * BM + tl.arange(0, BM)
+    c = tl.arange(0, PLANE)
+    panel = slot * num_blocks * panel_rows
+    w2 = w2_ptr + panel * PLANE + (m[:, None] * PLANE + c[None, :])
+    s2 = s2_ptr + panel + m
+    row = (first + tl.minimum(n, count - 1)).to(tl.int64)
+    x = x_ptr + row[:, None] * inner + block_columns(WHOLE)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for block in range(num_blocks):
+        words, scales = tl.load(w2), tl.load(s2)
+        column = block * BLOCK
+        acc = add_block(acc, words, scales, x, column, inner, EVEN, WIDE, SETTLE, WHOLE, BM)
+        w2 += panel_rows * PLANE
+        s2 += panel_rows
+        x += BLOCK
+    pair = tl.load(order_ptr + first + n, mask=n < count, other=0).to(tl.int64)
+    place = pair[:, None] * width + m[None, :]
+    inside = (n < count)[:, None] & (m < width)[None, :]
+    tl.store(out_ptr + place, as_bf16(tl.trans(acc)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -39,6 +79,8 @@ def _down(
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
     SETTLE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SPLIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -50,25 +92,17 @@ def _down(
         return
     first = tl.load(tile_ptr + 3 * row_tile + 1)
     count = tl.load(tile_ptr + 3 * row_tile + 2)
-    n = tl.arange(0, BN)
-    m = out_tile * BM + tl.arange(0, BM)
-    c = tl.arange(0, PLANE)
-    panel = slot * num_blocks * panel_rows
-    w2 = w2_ptr + panel * PLANE + (m[:, None] * PLANE + c[None, :])
-    s2 = s2_ptr + panel + m
-    row = (first + tl.minimum(n, count - 1)).to(tl.int64)
-    x = x_ptr + row[:, None] * inner + c[None, :]
-    acc = tl.zeros((BM, BN), tl.float32)
-    for block in range(num_blocks):
-        words, scales = tl.load(w2), tl.load(s2)
-        acc = add_block(acc, words, scales, x, block, inner, EVEN, WIDE, SETTLE)
-        w2 += panel_rows * PLANE
-        s2 += panel_rows
-        x += BLOCK
-    pair = tl.load(order_ptr + first + n, mask=n < count, other=0).to(tl.int64)
-    place = pair[:, None] * width + m[None, :]
-    inside = (n < count)[:, None] & (m < width)[None, :]
-    tl.store(out_ptr + place, as_bf16(tl.trans(acc)), mask=inside)
+    pointers = (x_ptr, w2_ptr, s2_ptr, order_ptr, out_ptr)
+    sizes = (inner, width, panel_rows, num_blocks)
+    tile = (slot, first, count, out_tile)
+    if SPLIT:
+        if count <= BN // 4:
+            _down_tile(pointers, sizes, tile, EVEN, WIDE, SETTLE, WHOLE, BM, BN // 4)
+            return
+        if count <= BN // 2:
+            _down_tile(pointers, sizes, tile, EVEN, WIDE, SETTLE, WHOLE, BM, BN // 2)
+            return
+    _down_tile(pointers, sizes, tile, EVEN, WIDE, SETTLE, WHOLE, BM, BN)
 
 
 def run_down(
@@ -85,8 +119,7 @@ def run_down(
     width, inner = w2.shape
     num_pairs, num_tiles = permutation.order.shape[0], permutation.tiles.shape[0]
     out = torch.empty((num_pairs // top_k, top_k, width), dtype=torch.bfloat16, device=x.device)
-    config = down_config(tile_rows)
-    _down[(num_tiles * triton.cdiv(width, config.out_rows),)](
+    _down[(num_tiles * triton.cdiv(width, OUT_ROWS),)](
         x,
         w2.payload,
         w2.scale,
@@ -100,12 +133,9 @@ def run_down(
         num_tiles,
         EVEN=inner % BLOCK_CHANNELS == 0,
         WIDE=w2.wide_scales,
-        SETTLE=settles(config, x),
-        BM=config.out_rows,
-        BN=tile_rows,
-        GROUP=config.group,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **tile_options(tile_rows, x.device),
+        num_warps=WARPS,
+        num_stages=STAGES,
         **OVERLAP,
     )
     return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from deepinfer_kernels_cuda.kernel_math import INTERPRET, as_bf16, ue8m0_value
 from deepinfer_kernels_cuda.moe import prepare
 
-__all__ = ["BLOCK", "PLANE", "scale_plane", "widen_words"]
+__all__ = ["BLOCK", "PLANE", "scale_plane", "widen_block", "widen_words"]
 
 PLANE = tl.constexpr(prepare.PLANE)
 BLOCK = tl.constexpr(prepare.BLOCK)
@@ -73,3 +73,13 @@ def scale_plane(plane, scales, P: tl.constexpr, WIDE: tl.constexpr):
         # The byte is the biased exponent of 2^126 times the scale: into its place at once.
         bits = (scales << 7 if P == 0 else scales >> (8 * P - 7)) & 0x7F80
         return plane * bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)[:, None]
+
+
+@triton.jit
+def widen_block(words, scales, BM: tl.constexpr, WIDE: tl.constexpr):
+    """Return words [BM, 32] of a block as bfloat16 [BM, 128], scaled; no value changes threads."""
+    p0, p1, p2, p3 = widen_words(words)
+    even = tl.join(scale_plane(p0, scales, 0, WIDE), scale_plane(p2, scales, 2, WIDE))
+    odd = tl.join(scale_plane(p1, scales, 1, WIDE), scale_plane(p3, scales, 3, WIDE))
+    planes = tl.permute(tl.join(even, odd), (0, 2, 3, 1))  # [row, half, plane of it, word]
+    return tl.reshape(planes, (BM, BLOCK))

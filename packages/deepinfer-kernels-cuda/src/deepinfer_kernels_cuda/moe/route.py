@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer_kernels_cuda.checks import check_tensor, check_value
+from deepinfer_kernels_cuda.checks import check_number, check_tensor, check_value
 from deepinfer_kernels_cuda.linear.float32_linear import linear_float32
 from deepinfer_kernels_cuda.linear.overlap import OVERLAP, begin
 from deepinfer_kernels_cuda.values import Matrix
@@ -107,7 +107,8 @@ def route(
     """
     logits = linear_float32(x, gate)
     rows, num_experts = logits.shape
-    check_value("top_k", top_k, 1 <= top_k <= num_experts, f"1 to {num_experts}")
+    check_number("top_k", top_k, 1, num_experts)
+    check_value("temperature", temperature, temperature > 0, "a number above 0")
     shape = (num_experts,) if bias.dim() == 1 else (rows, num_experts)
     check_tensor("bias", bias, shape=shape, dtype=torch.float32, device=x.device)
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=x.device)
