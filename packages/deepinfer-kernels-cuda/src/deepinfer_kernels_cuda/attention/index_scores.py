@@ -124,7 +124,8 @@ def index_scores(
         plan: sizes.
         part: which rows to score.
     Returns:
-        `Scores` of those rows. The key of an entry does not depend on other rows, nor on the plan, but for `joined`.
+        `Scores` of those rows. The key of an entry depends neither on other rows nor, but for
+        `joined`, on the plan.
     Source: reference.indexer.index_scores; model-v41.md 6 and 10.
     """
     queries, weights = queries[part], weights[part]
