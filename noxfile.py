@@ -101,6 +101,7 @@ def build(session: nox.Session) -> None:
         ("python", "-m", "deepinfer_core", "--help"),
         ("deepinfer", "demo"),
         ("deepseek-recipe", "defaults", "--profile", "v41"),
+        ("deepinfer-specdec", "simulate", "--rows", "4", "--steps", "20", "--ranks", "2"),
     ):
         session.run(*command, env={"PYTHONPATH": None})
     alone(session, next(wheel for wheel in wheels if wheel.name.startswith("deepseek_recipe-")))
