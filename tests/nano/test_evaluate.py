@@ -18,7 +18,9 @@ from nano.data.tasks import TASKS
 from tokenizers import Tokenizer
 
 from deepinfer_core.bench.make_checkpoint import demo_config, write_checkpoint
-from deepinfer_core.model.calibration import CALIBRATION_NAME, DrafterCalibration, checkpoint_hash
+from deepinfer_core.engine.speculation import CALIBRATION_NAME
+from deepinfer_core.model.fingerprint import checkpoint_hash
+from deepinfer_specdec.calibrate import DrafterCalibration
 from deepseek_recipe.conversation import Conversation, Message
 
 ASKED = [task for task in TASKS if task != "text"]

@@ -80,7 +80,7 @@ def by_core(
             [anchor],
             [0],
             state,
-            pick=lambda logits, number: ahead[number : number + 1],
+            pick=lambda logits, drafts: ahead[drafts.shape[1] :][:1],
         )
     return drafted.logits[0], drafted.confidence[0]
 

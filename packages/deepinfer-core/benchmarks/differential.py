@@ -3,7 +3,7 @@
     PYTHONPATH=packages/deepinfer-core/src python packages/deepinfer-core/benchmarks/differential.py
         [--seconds 600] [--skip 0] [--part 1/1]
 
-The ways are the cross product of `testing/differential_variants.py`, 135,720 of them, in an order
+The ways are the cross product of `testing/differential_variants.py`, 266,760 of them, in an order
 of its own that is the same in every run; the test suite takes those that cover each pair of values.
 It prints what ran, one JSON line a difference, and ends with 1 if there was one.
 """

@@ -24,15 +24,17 @@ from tokenizers import Tokenizer
 
 from deepinfer_core.bench.acceptance import Verified
 from deepinfer_core.bench.report import print_table, report
-from deepinfer_core.model.calibration import (
-    CALIBRATION_NAME,
+from deepinfer_core.engine.speculation import CALIBRATION_NAME
+from deepinfer_core.model.config import ModelConfig
+from deepinfer_core.model.fingerprint import checkpoint_hash
+from deepinfer_core.model.hub import resolve_model
+from deepinfer_specdec.calibrate import (
     DrafterCalibration,
     TrafficCalibration,
-    checkpoint_hash,
+    ece,
+    fit,
+    predicted_survival,
 )
-from deepinfer_core.model.config import ModelConfig
-from deepinfer_core.model.hub import resolve_model
-from nano.calibrate import ece, fit, survival
 from nano.data.encoding import Encoded, encode, is_document
 from nano.data.stream import held_out
 from nano.data.tasks import TASKS
@@ -233,7 +235,7 @@ def _known_temperatures(settings: Settings) -> tuple[float, ...] | None:
     """Return those of the model's calibration for greedy requests; None if there are none.
 
     Raises:
-        CheckpointError: the file belongs to another model.
+        CalibrationError: the file belongs to another model.
     """
     file = settings.folder / CALIBRATION_NAME
     if settings.calibration or not file.exists():
@@ -248,7 +250,7 @@ def _known_temperatures(settings: Settings) -> tuple[float, ...] | None:
 
 
 def _errors(logits: np.ndarray, accepted: np.ndarray, temperatures: np.ndarray) -> list[float]:
-    predicted = survival(logits.astype(np.float64), temperatures)
+    predicted = predicted_survival(logits.astype(np.float64), temperatures)
     return [round(ece(predicted[:, k], accepted > k), 4) for k in range(logits.shape[1])]
 
 

@@ -477,7 +477,7 @@ def press():
 
 engine = ScriptedEngine()
 engine.before_step = press
-module.build_engine = lambda config, backend, folder, tokenizer: engine
+module.build_engine = lambda config, backend, folder, tokenizer, verifier: engine
 module.resolve_model = Path
 main()
 """

@@ -19,7 +19,7 @@ import torch
 from deepinfer_core.bench.make_checkpoint import write_checkpoint
 from deepinfer_core.bench.whole_texts import open_model
 from deepinfer_core.cpu.backend import CpuBackend
-from deepinfer_core.engine import forward as forward_module
+from deepinfer_core.engine import verification as verification_module
 from deepinfer_core.errors import CheckpointError, RequestError
 from deepinfer_core.llm import LLM
 from deepinfer_core.model import nano
@@ -30,6 +30,7 @@ from deepinfer_core.testing.differential import Bench, Report
 from deepinfer_core.testing.differential_trace import layout_for, trace
 from deepinfer_core.testing.differential_variants import VALUES, Variant, covering
 from deepinfer_core.testing.driven_loop import DrivenLoop, make_request
+from deepinfer_core.testing.planners import ChosenPlanner
 from deepinfer_core.testing.tiny_model import tiny_config
 from deepinfer_core.types import FinishReason, RequestOutput, SamplingParams
 
@@ -47,7 +48,7 @@ def with_each_value(variants: list[Variant]) -> int:
     raise AssertionError(f"no variant has {wanted}")
 
 
-# Each value in the default run, each pair of values in the slow one: 40 variants, 3 s each.
+# Each value in the default run, each pair of values in the slow one: 38 variants, 3 s each.
 EACH_VALUE = with_each_value(VARIANTS)
 WINDOW = 8
 BLOCK = 4
@@ -87,6 +88,8 @@ def test_the_suite_covers_every_pair_of_values_that_goes_together() -> None:
     def impossible(pair: dict[str, object]) -> bool:
         if "gamma" in pair and "drafter" in pair:
             return (pair["gamma"] == 0) != (pair["drafter"] == "none")
+        if pair.get("lengths") == "some":
+            return pair.get("gamma") == 0 or pair.get("drafter") == "none"
         alone = pair.get("company") == "alone"
         return alone and (pair.get("pool") in ("tight", "least") or pair.get("grammars") is False)
 
@@ -128,6 +131,7 @@ def test_every_way_of_serving_yields_the_bits_of_each_request_alone(
     if variant.pool == "loose":  # else the pool may have had no room for a cache
         assert (report.cold_hits > 0) == (variant.cache != "off")
         assert (report.warm_hits > report.cold_hits) == (variant.cache == "warm")
+    assert (report.trimmed > 0) == (variant.lengths == "some")
     if variant.drafter in ("right", "mixed"):
         assert report.accepted > 0
 
@@ -171,8 +175,20 @@ def test_drafts_accepted_by_mistake_are_found(bench: Bench, monkeypatch) -> None
     def all_of_them(targets, faults, drafts, counts):
         return counts
 
-    monkeypatch.setattr(forward_module, "num_accepted", all_of_them)
+    monkeypatch.setattr(verification_module, "num_accepted", all_of_them)
     assert bench.run(first_with(drafter="wrong", chunk="whole", cache="cold")).differences
+
+
+def test_device_that_verifies_more_than_there_is_room_for_is_found(
+    bench: Bench, monkeypatch
+) -> None:
+    """The last sequences of a step then lack rows, and say what nobody computed."""
+
+    def all_of_them(self, survival, available, total):
+        return available.int()
+
+    monkeypatch.setattr(ChosenPlanner, "lengths", all_of_them)
+    assert bench.run(first_with(lengths="some", company="batch")).differences
 
 
 def test_warm_hits_resume_from_stored_windows(bench: Bench, monkeypatch) -> None:

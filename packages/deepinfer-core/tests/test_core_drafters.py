@@ -58,6 +58,8 @@ def step(*fed: Fed) -> DraftInputs:
         hidden=torch.zeros(len(rows.positions), 2),
         features=None,
         hidden_rows=rows,
+        samples=True,
+        pick=lambda logits, drafts: logits.argmax(-1),
     )
 
 
@@ -73,7 +75,7 @@ def entering(slot: int, known: list[int]) -> Entering:
 
 
 def drafts(drafter: Drafter, *fed: Fed) -> list[list[int]]:
-    found = drafter.propose(BACKEND, step(*fed))
+    found = drafter.propose(BACKEND, step(*fed)).token_ids
     assert found.dtype == torch.int64
     return found.tolist()
 
@@ -104,9 +106,23 @@ def test_choices_are_right_as_often_as_told_and_repeat(probability: float) -> No
     assert probability in (0.0, 1.0) or found != [right_with(probability, 6)(*p) for p in places]
 
 
+def test_script_says_what_it_thinks_of_each_draft() -> None:
+    text = {7: list(range(10, 30))}
+    drafter = ScriptedDrafter(3, 50, text, confidence=lambda uid, place: uid + place / 4)
+    found = drafter.propose(BACKEND, step(Fed(7, 0, 0, [10], [11], 1), Fed(8, 1, 4, [5], [6], 5)))
+    assert found.confidence is not None and found.confidence.dtype == torch.float32
+    assert found.confidence.tolist() == [[7.5, 7.75, 8.0], [9.5, 9.75, 10.0]]
+    assert found.token_ids.tolist() == [[12, 13, 14], [0, 0, 0]]
+    silent = ScriptedDrafter(3, 50, text).propose(BACKEND, step(Fed(7, 0, 0, [10], [11], 1)))
+    assert silent.confidence is None
+
+
 def test_no_sequences_no_drafts() -> None:
-    for drafter in (ScriptedDrafter(3, 50, {}), NgramDrafter(3, SIZES, torch.device("cpu"))):
-        assert drafter.propose(BACKEND, step()).shape == (0, 3)
+    says = ScriptedDrafter(3, 50, {}, confidence=lambda uid, place: 0.0)
+    ngrams = NgramDrafter(3, SIZES, torch.device("cpu"))
+    for drafter in (ScriptedDrafter(3, 50, {}), says, ngrams):
+        assert drafter.propose(BACKEND, step()).token_ids.shape == (0, 3)
+    assert says.propose(BACKEND, step()).confidence.shape == (0, 3)
 
 
 # Prompt lookup

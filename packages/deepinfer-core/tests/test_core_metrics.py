@@ -168,7 +168,7 @@ def test_bubbles_are_counted_by_cause_and_empty_steps_by_kind(metrics: Metrics) 
 
 def settled(phases: list[Phase], **columns: list[int]) -> tuple[StepPlan, StepResult]:
     """A step and its result, from columns."""
-    num = len(phases)
+    num, num_verified = len(phases), columns.pop("num_verified", None)
     num_tokens = np.array(columns.pop("num_tokens"))
     rows = StepRows.of(
         num,
@@ -176,9 +176,12 @@ def settled(phases: list[Phase], **columns: list[int]) -> tuple[StepPlan, StepRe
         **{name: np.array(values) for name, values in columns.items()},
     )
     num_rows = int(rows.num_rows.sum())
-    output = SchedulerOutput(1, StepKind.DECODE, num_rows, False)
+    verified = rows.num_drafts if num_verified is None else np.array(num_verified)
+    room = num_rows - int((rows.num_drafts - verified).sum())
+    output = SchedulerOutput(1, StepKind.DECODE, room, False)
     zeros = np.zeros(num, dtype=np.int64)
-    result = StepResult(1, np.zeros((num, 4), dtype=np.int64), num_tokens, zeros, zeros)
+    token_ids = np.zeros((num, 4), dtype=np.int64)
+    result = StepResult(1, token_ids, num_tokens, zeros, zeros, verified)
     return StepPlan(output, rows, np.zeros(num_rows, dtype=np.int64)), result
 
 
@@ -211,6 +214,69 @@ def test_acceptance_adds_up_over_steps_of_different_draft_lengths(metrics: Metri
         )
     values = snapshot(metrics)["acceptance"].values
     assert values == {("0",): pytest.approx(2 / 3), ("1",): pytest.approx(1 / 2)}
+
+
+def test_drafts_that_the_device_left_out_are_not_counted(metrics: Metrics) -> None:
+    step = settled(
+        [Phase.VERIFY] * 3,
+        num_rows=[4, 4, 4],
+        num_drafts=[3, 3, 3],
+        num_verified=[2, 1, 0],
+        num_tokens=[3, 1, 1],
+    )
+    assert step[0].trims
+    metrics.observe_settled(*step)
+    found = snapshot(metrics)
+    assert total(found["verified_tokens_per_row"]) == (3, 3 + 3)  # the rows of last tokens too
+    assert found["acceptance"].values == {("0",): pytest.approx(1 / 2), ("1",): 1.0}
+
+
+def verify(num_tokens: list[int], num_verified: list[int]) -> tuple[StepPlan, StepResult]:
+    """A decode step of sequences with two drafts each."""
+    num = len(num_tokens)
+    return settled(
+        [Phase.VERIFY] * num,
+        num_rows=[3] * num,
+        num_drafts=[2] * num,
+        num_verified=num_verified,
+        num_tokens=num_tokens,
+    )
+
+
+KNOWN = np.array([[0.9, 0.5], [0.9, 0.25], [0.3, 0.1]], dtype=np.float32)
+
+
+def test_predictions_are_compared_with_what_stood_among_verified_drafts(metrics: Metrics) -> None:
+    known = np.array([True, True, False])
+    metrics.observe_settled(*verify([3, 1, 2], [2, 1, 1]), (KNOWN, known))
+    found = snapshot(metrics)
+    assert found["predicted_accepted_ratio"].values[()] == pytest.approx((0.9 + 0.5 + 0.9) / 2)
+    assert found["verify_steps"].values == {("full",): 0, ("trimmed",): 1}
+    assert found["rows_without_survival"].values == {(): 1}
+    assert found["survival_ece"].values == {}  # what is unlikely was not tried
+
+
+def test_calibration_errors_are_those_of_full_steps_by_position(metrics: Metrics) -> None:
+    known = np.array([True, True, True])
+    for num_tokens in ([3, 2, 1], [1, 3, 1]):
+        metrics.observe_settled(*verify(num_tokens, [2, 2, 2]), (KNOWN, known))
+    metrics.observe_settled(*verify([1, 1, 1], [2, 1, 2]), (KNOWN, known))
+    found = snapshot(metrics)
+    assert found["verify_steps"].values == {("full",): 2, ("trimmed",): 1}
+    # position 0: 4 times 0.9, of which 3 stood, and twice 0.3, none; 1: each chance twice
+    first = (abs(4 * 0.9 - 3) + abs(2 * 0.3 - 0)) / 6
+    second = (abs(2 * 0.5 - 1) + abs(2 * 0.25 - 1) + abs(2 * 0.1 - 0)) / 6
+    assert found["survival_ece"].values == {
+        ("0",): pytest.approx(first, abs=1e-6),
+        ("1",): pytest.approx(second, abs=1e-6),
+    }
+
+
+def test_nothing_is_told_of_predictions_before_a_draft_was_verified(metrics: Metrics) -> None:
+    step = settled([Phase.VERIFY], num_rows=[1], num_drafts=[0], num_tokens=[1])
+    metrics.observe_settled(*step, (KNOWN[:1], np.array([True])))
+    metrics.observe_settled(*verify([0], [2]), (KNOWN[:1], np.array([True])))
+    assert not {"verify_steps", "survival_ece"} & set(snapshot(metrics))
 
 
 def test_row_that_yields_nothing_is_not_verified(metrics: Metrics) -> None:

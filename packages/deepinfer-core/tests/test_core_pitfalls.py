@@ -66,6 +66,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "window state dropped on optimistic length": (
         "pitfalls_speculation::test_windows_outlive_drafts_that_are_all_refused",
+        "verify_budget::test_blocks_are_reserved_for_every_length_that_the_device_may_choose",
     ),
     "settlement touches a sequence without blocks": (
         "pitfalls_memory::test_preempted_request_keeps_its_blocks_until_its_step_is_settled",
@@ -88,17 +89,23 @@ TESTS: dict[str, tuple[str, ...]] = {
     "usage charged per block of drafts": ("scheduler::test_cap_cuts_an_accepted_run",),
     "accuracy drop at one draft depth only": (
         "pitfalls_speculation::test_output_is_the_same_for_every_number_of_drafts",
+        "pitfalls_speculation::"
+        "test_output_is_the_same_for_every_number_of_drafts_whatever_is_verified",
     ),
     "hang while the batch drains with adaptive verify": (
-        "pitfalls_release::test_64_requests_whose_40_prefill_steps_come_first_drain_to_nothing",
+        "pitfalls_speculation::test_64_requests_whose_drafts_are_trimmed_drain_to_nothing",
     ),
     "NaN gives an unset index": (
         "pitfalls_speculation::test_row_of_drafts_that_is_not_finite_ends_its_request_alone",
         "worker::test_a_draft_that_is_not_finite_and_refused_harms_nobody",
+        "verify_budget::test_sequence_that_is_not_finite_in_a_trimmed_step_ends_alone",
+        "worker::test_tokens_do_not_depend_on_which_drafts_are_verified",
     ),
     "output changes with speculation on": (
         "worker::test_logits_of_verify_rows_are_those_of_decoding_one_by_one",
         "worker::test_tokens_do_not_depend_on_drafts_or_overlap",
+        "worker::test_tokens_do_not_depend_on_which_drafts_are_verified",
+        "verify_budget::test_output_is_the_same_for_every_budget",
     ),
     "seed ignored or global generator": (
         "llm::test_given_seed_is_used_as_it_is",
@@ -120,6 +127,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "allocation fails at the edge of the pool": (
         "pitfalls_memory::test_request_that_fits_to_the_last_position_completes_for_any_drafts",
+        "pitfalls_speculation::"
+        "test_request_that_fits_to_the_last_position_completes_for_any_budget",
         "pitfalls_memory::test_request_that_needs_one_block_more_than_there_is_ends_alone",
         "scheduler::test_impossible_requests_are_refused_at_once",
     ),
@@ -152,6 +161,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "pitfalls_cache::test_prompt_that_is_known_as_a_whole_computes_at_least_a_token",
     ),
     "stale row index after resume": (
+        "verify_budget::test_a_request_that_comes_back_is_unknown_until_it_has_told_something",
         "pitfalls_memory::test_row_that_was_left_out_of_steps_goes_on_from_settled_tokens",
     ),
     "token list truncated before recovery": (
@@ -161,6 +171,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "loop::test_paused_loop_settles_what_runs_and_loses_no_token_when_it_goes_on",
     ),
     "old output applied to reused id": (
+        "verify_budget::test_a_request_in_the_slot_of_another_is_unknown",
         "loop_faults::test_cancelled_id_used_again_gets_nothing_of_the_old_request",
     ),
     "disconnected client keeps decoding": (
@@ -204,6 +215,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "illegal draft accepted": (
         "pitfalls_grammar::test_illegal_draft_at_any_offset_of_a_run_is_not_accepted",
+        "verify_budget::test_masks_are_made_for_all_drafts_that_may_be_verified",
+        "worker::test_masks_of_drafts_that_are_left_out_do_no_harm",
     ),
     "grammar ignored after think end inside a run": (
         "pitfalls_grammar::test_grammar_that_begins_inside_a_run_holds_from_there_on",

@@ -11,6 +11,8 @@ import pytest
 from deepinfer_core.plans import Phase, StepKind, StepResult
 from deepinfer_core.scheduler import SchedulerLimits
 from deepinfer_core.testing.driven_loop import VOCAB, DrivenLoop, make_request
+from deepinfer_core.testing.fake_trim import made_up_confidence
+from deepinfer_core.testing.planners import ChosenPlanner, RandomPlanner
 from deepinfer_core.testing.reference import serial_reference
 from deepinfer_core.types import FinishReason, Request
 
@@ -26,8 +28,10 @@ LIMITS = SchedulerLimits(
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
-def drive(depth: int, drafts: int, accepts=1.0, **changes) -> DrivenLoop:
-    return DrivenLoop(replace(LIMITS, max_drafts=drafts, **changes), depth, accepts=accepts)
+def drive(depth: int, drafts: int, accepts=1.0, planner=None, **changes) -> DrivenLoop:
+    limits = replace(LIMITS, max_drafts=drafts, **changes)
+    confidence = None if planner is None else made_up_confidence
+    return DrivenLoop(limits, depth, accepts=accepts, planner=planner, confidence=confidence)
 
 
 def request_whose(wanted: Callable[[tuple[int, ...]], bool], **changes) -> Request:
@@ -128,13 +132,56 @@ def test_output_is_the_same_for_every_number_of_drafts(drafts, accepts):
     driven.expect_reference()
 
 
+@pytest.mark.parametrize("accepts", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("drafts", range(1, 8))
+def test_output_is_the_same_for_every_number_of_drafts_whatever_is_verified(drafts, accepts):
+    driven = drive(2, drafts, accepts, planner=RandomPlanner(drafts))
+    driven.submit(
+        *(
+            make_request(uid, 2 * uid, max_tokens=20, stop_ids=frozenset({4, 9}))
+            for uid in range(1, 5)
+        ),
+        make_request(5, 9, max_tokens=11, max_drafts=drafts // 2),
+    )
+    driven.run()
+    assert any(plan.trims for plan in driven.plans)
+    driven.expect_reference()
+
+
 @DEPTHS
+@pytest.mark.parametrize("tier", [1, 8])
+def test_64_requests_whose_drafts_are_trimmed_drain_to_nothing(depth, tier):
+    blocks = {"num_slots": 64, "num_blocks": {"compressed": 500, "index": 500}}
+    driven = drive(depth, 3, 0.5, planner=RandomPlanner(64, tier), **blocks)
+    driven.submit(*(make_request(uid, 10, max_tokens=1 + uid % 14) for uid in range(1, 65)))
+    driven.run()
+    decoding = [plan for plan in driven.plans if plan.output.kind is StepKind.DECODE]
+    sizes = {len(plan.rows) for plan in decoding if plan.trims}
+    assert max(sizes) > 30 and min(sizes) < 8
+    driven.expect_reference()
+
+
+@DEPTHS
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_request_that_fits_to_the_last_position_completes_for_any_budget(depth, drafts):
+    for accepts in (0.0, 1.0):
+        blocks = {"compressed": 5, "index": 5}
+        driven = drive(depth, drafts, accepts, planner=RandomPlanner(3), num_blocks=blocks)
+        driven.submit(make_request(1, 10, max_tokens=11))  # the last token is never fed
+        driven.run()
+        driven.expect_reference()
+
+
+@DEPTHS
+@pytest.mark.parametrize("budget", [None, 0, 5])
 @pytest.mark.parametrize("window", [1, 2, 6])
-def test_windows_outlive_drafts_that_are_all_refused(depth, window):
-    driven = drive(depth, 7, 0.0, window=window)
+def test_windows_outlive_drafts_that_are_all_refused(depth, window, budget):
+    planner = None if budget is None else ChosenPlanner(lambda most: budget)
+    driven = drive(depth, 7, 0.0, planner=planner, window=window)
     driven.submit(make_request(1, 3, max_tokens=30), make_request(2, 20, max_tokens=30))
     driven.run()
-    assert driven.scheduler.totals.rollback_tokens > 100
+    refused = driven.scheduler.totals.rollback_tokens
+    assert refused > 100 if budget is None else refused >= 20 * budget
     driven.expect_reference()
 
 

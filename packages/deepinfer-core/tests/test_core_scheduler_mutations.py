@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from deepinfer_core.scheduler.prefixes import Prefixes
 from deepinfer_core.scheduler.release import DeferredRelease
 from deepinfer_core.scheduler.selection import Selection
 from deepinfer_core.scheduler.sequence import State
+from deepinfer_core.testing import fake_model as fake_model_module
 from deepinfer_core.testing.fake_windows import Ring
 from deepinfer_core.testing.input_ring import InputRing
 from deepinfer_core.testing.scheduler_machine import draw_history, replay
@@ -156,6 +158,113 @@ def loaded_window_not_pinned(patch: Patch) -> None:
     patch.setattr(Prefixes, "pin", lambda self, resume: None)
 
 
+def newest_record_instead_of_the_earlier_one(patch: Patch) -> None:
+    """A budget knows what was said of the very drafts that it is about."""
+
+    def survival(self, slots):
+        return self.survival[0, slots], self.all.num_records[slots] > 0
+
+    patch.setattr(Lanes, "earlier_survival", survival)
+
+
+def records_kept_across_a_preemption(patch: Patch) -> None:
+    """A request that comes back is known by what its slot has."""
+    real = Lanes.enter
+
+    def enter(self, slot, **fields):
+        real(self, slot, **fields)
+        self.all.num_records[slot] = 2 if fields["generation"] else 0
+
+    patch.setattr(Lanes, "enter", enter)
+
+
+def records_of_the_last_request_in_a_slot(patch: Patch) -> None:
+    """A slot goes on with the records that are in it when a new request enters."""
+    real = Lanes.enter
+
+    def enter(self, slot, **fields):
+        count = 0 if fields["generation"] else self.all.num_records[slot]
+        real(self, slot, **fields)
+        self.all.num_records[slot] = count
+
+    patch.setattr(Lanes, "enter", enter)
+
+
+def last_record_stands_for_the_one_before(patch: Patch) -> None:
+    """Of the two records of a sequence the older one is lost."""
+    real = Lanes.record
+
+    def record(self, slots, survival):
+        real(self, slots, survival)
+        self.survival[1, slots] = survival
+
+    patch.setattr(Lanes, "record", record)
+
+
+def more_drafts_than_are_available(patch: Patch) -> None:
+    """A step has room for a draft that no sequence has."""
+    real = Selection._trim
+
+    def trim(self, rows):
+        real(self, rows)
+        if self._planner is not None and rows.drafts is not None:
+            most = int(rows.drafts.sum())
+            rows.num_verified = most + 1 if rows.num_verified is None else rows.num_verified
+
+    patch.setattr(Selection, "_trim", trim)
+
+
+def budget_of_rows_instead_of_drafts(patch: Patch) -> None:
+    """The rows that sequences have anyway are taken off the budget."""
+    real = Selection._trim
+
+    def trim(self, rows):
+        real(self, rows)
+        if rows.num_verified is not None:
+            rows.num_verified = max(0, rows.num_verified - len(rows.slots))
+
+    patch.setattr(Selection, "_trim", trim)
+
+
+def blocks_for_the_budget_alone(patch: Patch) -> None:
+    """Blocks are taken for the rows of a step, as if its first sequences got all the drafts."""
+    real = Selection._trim
+
+    def trim(self, rows):
+        real(self, rows)
+        if rows.num_verified is None:
+            return
+        before = rows.drafts.cumsum() - rows.drafts
+        drafts = (rows.num_verified - before).clip(0, rows.drafts)
+        size = self._limits.block_size
+        missing = (rows.start + 1 + drafts + size - 1) // size
+        missing -= self._roster.tables.num_blocks[rows.slots]
+        rows.grown = (missing > 0).nonzero()[0]
+        rows.missing = missing[rows.grown]
+
+    patch.setattr(Selection, "_trim", trim)
+
+
+def planned_drafts_counted_as_verified(patch: Patch) -> None:
+    """What was verified is counted by the plan, not by the result."""
+    real = settlement_module._count
+
+    def count(roster, step, result, num_tokens):
+        real(roster, step, replace(result, num_verified=step.plan.rows.num_drafts), num_tokens)
+
+    patch.setattr(settlement_module, "_count", count)
+
+
+def device_verifies_more_than_there_is_room_for(patch: Patch) -> None:
+    """Each sequence gets a draft more than the device has chosen."""
+    real = fake_model_module.trimmed
+
+    def more(plan, lengths):
+        return real(plan, np.minimum(lengths + 1, plan.rows.num_drafts))
+
+    patch.setattr(fake_model_module, "trimmed", more)
+
+
 FAULTS: tuple[Callable[[Patch], None], ...] = (
     settled_length_where_planned_is_needed,
     release_without_a_fence,
@@ -169,6 +278,15 @@ FAULTS: tuple[Callable[[Patch], None], ...] = (
     ledger_not_settled_for_preempted,
     last_stop_instead_of_first,
     loaded_window_not_pinned,
+    newest_record_instead_of_the_earlier_one,
+    records_kept_across_a_preemption,
+    records_of_the_last_request_in_a_slot,
+    last_record_stands_for_the_one_before,
+    more_drafts_than_are_available,
+    budget_of_rows_instead_of_drafts,
+    blocks_for_the_budget_alone,
+    planned_drafts_counted_as_verified,
+    device_verifies_more_than_there_is_room_for,
 )
 
 

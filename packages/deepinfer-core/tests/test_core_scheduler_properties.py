@@ -29,7 +29,7 @@ from deepinfer_core.testing.scheduler_machine import (
     replay,
 )
 from deepinfer_core.testing.world_requests import WISHES, Wish
-from deepinfer_core.testing.world_watch import CONFIGS, Config
+from deepinfer_core.testing.world_watch import CONFIGS, TIERS, Config
 
 ENOUGH = 10_000  # operations of each machine
 SETTINGS = settings(
@@ -53,7 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     kind = "steps"
     count = 0
 
-    @initialize(config=choices(Config, CONFIGS))
+    @initialize(config=choices(Config, {**CONFIGS, "tier": TIERS}))
     def start(self, config: Config) -> None:
         self.world = KINDS[self.kind](config)
 

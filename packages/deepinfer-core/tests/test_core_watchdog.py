@@ -45,6 +45,7 @@ def step(
         num_tokens=np.full(num, num_tokens),
         status=np.full(num, status.value),
         start=np.full(num, start),
+        num_verified=np.zeros(num, dtype=np.int64),
     )
     return plan, result
 

@@ -20,6 +20,7 @@ from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
 from deepinfer_core.plans import RowStatus
 from deepinfer_core.testing.drafters import NgramDrafter, ScriptedDrafter, right_with
+from deepinfer_core.testing.planners import ChosenPlanner, ScriptedVerifier
 from deepinfer_core.testing.rig import Part, Rig, Text
 from deepinfer_core.testing.runs import load_run
 from deepinfer_core.testing.tiny_model import tiny_config
@@ -271,6 +272,143 @@ def test_penalties_see_the_drafts_before_a_row(model):
     script = {0: prompt(0, 30) + wanted}
     rig = Rig(model, drafter=ScriptedDrafter(5, model.config.vocab_size, script))
     assert decode(rig, text(params=params), 40, 5, overlap=True)[0] == wanted
+
+
+# Lengths that the device chooses
+
+
+def say(uid: int, position: int) -> float:
+    """What a script says of a draft, before the sigmoid; now and then nothing that is a number."""
+    value = (uid * 5 + position * 3) % 7
+    return float("nan") if value == 6 else value - 2.0
+
+
+def survival_at(uid: int, first: int, count: int) -> list[float]:
+    """Return the survival of drafts for positions from `first` on, by float32 alone."""
+    found, so_far = [], np.float32(1)
+    for position in range(first, first + count):
+        chance = torch.sigmoid(torch.tensor(say(uid, position))).numpy()[()]
+        so_far = so_far * (np.float32(0) if np.isnan(chance) else chance)
+        found.append(float(so_far))
+    return found
+
+
+def choosing(model, wanted: dict[int, list[int]], num_drafts: int, **options) -> Rig:
+    """Return a rig whose drafts are right in 7 of 10 cases, and whose verifier trims them."""
+    script = {uid: prompt(uid, 20 + uid) + ids for uid, ids in wanted.items()}
+    right = right_with(0.7)
+    drafter = ScriptedDrafter(num_drafts, model.config.vocab_size, script, right, say)
+    verifier = ScriptedVerifier(ChosenPlanner(lambda most: most))
+    return Rig(model, drafter=drafter, verifier=verifier, max_drafts=num_drafts, **options)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_tokens_do_not_depend_on_which_drafts_are_verified(model, threads, count):
+    kinds, num_drafts = [GREEDY, SAMPLED, PENALISED], 4
+    wanted, scores = {}, {}
+    for uid in range(count):
+        alone = text(uid, 20 + uid, uid, kinds[uid])
+        wanted[uid], scores[uid] = decode(Rig(model), alone, 24, 0, overlap=False)
+    rig = choosing(model, wanted, num_drafts, threads=threads)
+    texts = [text(uid, 20 + uid, uid, kinds[uid]) for uid in range(count)]
+    parts = [Part(each) for each in texts]
+    before = rig.run(*parts)
+    drawn, found, seen = np.random.default_rng(3), {uid: [] for uid in wanted}, []
+    parts = [Part(each, num_drafts=num_drafts, source=row) for row, each in enumerate(texts)]
+    while min(len(each.token_ids) - each.prompt_len for each in texts) < 16:
+        room = int(drawn.integers(0, num_drafts * count + 1))
+        result = rig.run(*parts, num_rows=count + room)
+        lengths = result.num_verified.tolist()
+        pairs = [(-before.survival[r, j], j, r) for r in range(count) for j in range(num_drafts)]
+        best = [row for _, _, row in sorted(pairs)[:room]]
+        assert lengths == [best.count(row) for row in range(count)]
+        assert result.status.tolist() == [0] * count
+        assert (result.num_tokens <= 1 + result.num_verified).all()
+        for row, each in enumerate(texts):
+            assert result.start[row] + result.num_tokens[row] == each.settled
+            told = survival_at(each.uid, each.settled + 1, num_drafts)
+            assert result.survival[row].tolist() == pytest.approx(told, rel=1e-6)
+            found[each.uid] += bits(result.logprobs, row, int(result.num_tokens[row]))
+            each.bound = each.settled
+        seen.append(tuple(lengths))
+        before = result
+    for each in texts:
+        produced = each.token_ids[each.prompt_len :]
+        assert produced[:24] == wanted[each.uid][: len(produced)]
+        assert found[each.uid][: len(scores[each.uid])] == scores[each.uid][: len(found[each.uid])]
+    assert len(set(seen)) > 2 and min(map(min, seen)) == 0 and max(map(max, seen)) == num_drafts
+    rig.runtime.close()
+
+
+def test_trimmed_steps_follow_one_another_unsettled(model):
+    """Places of the next step are upper bounds twice over: what was refused, and what was left."""
+    wanted = {0: plain(model, text(0, 20), 12)}
+    rig, one = choosing(model, wanted, 4, threads=True), text(0, 20)
+    rig.run(Part(one))
+    part = Part(one, num_drafts=4, source=0)
+    tickets = [rig.worker.launch(rig.plan(part, num_rows=1 + room)) for room in (1, 3)]
+    bounds = [int(ticket.plan.rows.start[0]) for ticket in tickets]
+    for ticket, room in zip(tickets, (1, 3), strict=True):
+        result = rig.settle(ticket, part)
+        assert result.num_verified.tolist() == [room]
+    assert bounds[1] == bounds[0] + 5 > result.start[0]
+    assert one.token_ids[one.prompt_len :] == wanted[0][: len(one.token_ids) - one.prompt_len]
+    rig.runtime.close()
+
+
+def test_masks_of_drafts_that_are_left_out_do_no_harm(model):
+    vocab_size = model.config.vocab_size
+    free = {uid: plain(model, text(uid, 20 + uid, uid), 6) for uid in (0, 1)}
+    rig = choosing(model, free, 2)
+    texts = [text(uid, 20 + uid, uid) for uid in (0, 1)]
+    rig.run(*(Part(each) for each in texts))
+    parts = [Part(each, num_drafts=2, source=row) for row, each in enumerate(texts)]
+    for room in range(5):
+        rig = choosing(model, free, 2)
+        texts = [text(uid, 20 + uid, uid) for uid in (0, 1)]
+        rig.run(*(Part(each) for each in texts))
+        parts = [Part(each, num_drafts=2, source=row) for row, each in enumerate(texts)]
+        ticket = rig.worker.launch(rig.plan(*parts, num_rows=2 + room, delays_sampling=True))
+        masks = np.stack([allowed(vocab_size, token) for token in (free[1][1], 40, 41)])
+        rig.worker.launch_sampling(ticket, {1: masks})
+        result = rig.settle(ticket, *parts)
+        count = int(result.num_tokens[1])
+        assert result.token_ids[1, :count].tolist() == [free[1][1], 40, 41][:count]
+        count = int(result.num_tokens[0])
+        assert result.token_ids[0, :count].tolist() == free[0][1 : 1 + count]
+
+
+def test_trimmed_steps_near_the_tail_of_their_prompt_see_windows_from_there_on(model):
+    script = {0: plain(model, text(0, 20), 10)}
+
+    def run(room: int | None, tail: int) -> tuple[list[int], list[float]]:
+        """Ten tokens and scores behind a prompt whose late layers ran from 16 on."""
+        rig, one, scores = choosing(model, script, 5), text(0, 20), []
+        rig.run(Part(one, columns={"tail_start": 16}))
+        drafts = {"num_drafts": 0} if room is None else {"num_drafts": 5, "source": 0}
+        part = Part(one, columns={"tail_start": tail}, **drafts)
+        while len(one.token_ids) < 20 + 10:
+            result = rig.run(part, num_rows=1 + (room or 0))
+            scores += bits(result.logprobs, 0, int(result.num_tokens[0]))
+            one.bound = one.settled
+        return one.token_ids[20:30], scores[:9]
+
+    wanted = run(None, 16)
+    assert run(None, 0) != wanted, "the tail makes no difference"
+    for room in (0, 2, 4):
+        assert run(room, 16) == wanted
+
+
+def test_a_step_that_leaves_a_choice_needs_decoding_sequences_and_somebody_who_chooses(model):
+    rig, one, two = Rig(model), text(0), text(1, slot=1)
+    rig.run(Part(one))
+    part = Part(one, num_drafts=2, drafts=[1, 2])
+    with pytest.raises(AssertionError, match="nothing chooses among them"):
+        rig.run(part, num_rows=2)
+    one.bound = one.settled
+    with pytest.raises(AssertionError, match="trims a prompt"):
+        rig.worker.launch(rig.plan(part, Part(two), num_rows=31))
 
 
 # Carry

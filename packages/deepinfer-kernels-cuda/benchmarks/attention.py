@@ -91,7 +91,7 @@ def attend_cases() -> Iterator[Case]:
     for context in (0, *CONTEXTS):
         entries = None
         for count in ROWS:
-            sequences = count if count <= 128 else count // 1024
+            sequences = count if count <= 128 else max(1, count // 1024)
             length = context or 4096
             rows = rows_of(count, length, sequences)
             if context and (entries is None or len(entries.table) <= sequences):

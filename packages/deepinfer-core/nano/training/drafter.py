@@ -105,6 +105,7 @@ class _PackedDrafter(Drafter):
         backend: KernelBackend,
         positions: Sequence[int] | Tensor,
         slots: Sequence[int] | Tensor,
+        window_floor: Tensor | None,
     ) -> RowBatch:
         return cast(RowBatch, self._anchor_rows)
 
@@ -213,7 +214,7 @@ class DrafterTrainer:
             cast(Any, places),
             (),
             state,
-            pick=lambda logits, number: wanted[:, number],
+            pick=lambda logits, drafts: wanted[:, drafts.shape[1]],
         )
         with torch.no_grad():
             truth = done.model.logits(cast(Any, done.backend), hidden[ahead.flatten()])

@@ -140,6 +140,41 @@ class EngineConfig(BaseModel):
         description="Most prefill steps in a row while other sequences wait to decode.",
     )
 
+    speculation: Literal["off", "fixed", "threshold", "delayed"] | None = Field(
+        None,
+        title="Speculation",
+        description="Which drafts a step verifies: off = the model's drafter is not used; fixed = "
+        "all; threshold = those likely enough; delayed = as many as pay by `speculation_costs`, "
+        "all without it. Default: delayed if the model has a drafter and deepinfer-specdec is "
+        "installed, else off.",
+        examples=["off|fixed|threshold|delayed"],
+    )
+    num_drafts: Count | None = Field(
+        None,
+        title="Speculation",
+        description="Drafts of a sequence in a step. Default: the model's block.",
+    )
+    speculation_threshold: Annotated[
+        float, BeforeValidator(_not_bool), Field(gt=0, lt=1, allow_inf_nan=False)
+    ] = Field(
+        0.15,
+        title="Speculation",
+        description="Chance of survival from which on `threshold` verifies a draft.",
+    )
+    speculation_costs: str | None = Field(
+        None,
+        title="Speculation",
+        description="File that `deepinfer bench speculation --save` wrote: what steps cost.",
+        examples=["FILE"],
+    )
+    acceptance: Literal["target_noise", "rejection"] = Field(
+        "target_noise",
+        title="Speculation",
+        description="Rule by which drafts stand: target_noise = texts are those of plain decoding; "
+        "rejection = more drafts stand at temperatures above 0, texts are drawn from the same "
+        "distribution and are others.",
+    )
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain(
@@ -160,6 +195,11 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 f"`stored_windows` is {config.stored_windows}, but `prefix_cache` is false, so no "
                 "window could be used. Leave one of them out."
+            )
+        if config.speculation_costs is not None and config.speculation not in (None, "delayed"):
+            raise ConfigError(
+                f"`speculation_costs` is {config.speculation_costs!r}, but `speculation` is "
+                f"{config.speculation!r}, which does not look at costs. Leave one of them out."
             )
         if (config.step_budget_ms is None) != (config.cost_model is None):
             given, other = ("step_budget_ms", "cost_model")

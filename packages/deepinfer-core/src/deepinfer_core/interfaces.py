@@ -68,6 +68,7 @@ __all__ = [
     "SampleOutput",
     "Selection",
     "TokenConstraint",
+    "Verifier",
     "VerifyBudget",
     "VerifyPlanner",
     "WindowStore",
@@ -780,7 +781,7 @@ class VerifyBudget(Protocol):
 
     @property
     def total(self) -> int:
-        """Drafts of all requests together."""
+        """Drafts of all requests together; at most those that are available."""
 
     @property
     def rows(self) -> int:
@@ -790,21 +791,25 @@ class VerifyBudget(Protocol):
 class VerifyPlanner(Protocol):
     """Chooses verify lengths from survival probabilities.
 
-    Survival of a draft: the probability that it and all drafts before it are accepted.
+    Survival of a draft: the probability that it and all drafts before it are accepted. How many
+    drafts is decided on the host, which must not know this step's; which ones, on the device.
     """
 
-    def budget(self, survival: np.ndarray, known: np.ndarray, max_drafts: int) -> VerifyBudget:
+    def budget(
+        self, survival: np.ndarray, known: np.ndarray, available: np.ndarray
+    ) -> VerifyBudget:
         """Return the budget from records two steps old.
 
         survival: [R, g] float32, non-increasing in a row; known: [R] bool, False where a request
-        has no record.
+        has no record; available: [R] int64, drafts of each request that may be verified.
         """
 
-    def lengths(self, confidence: Tensor, total: int) -> Tensor:
+    def lengths(self, survival: Tensor, available: Tensor, total: int) -> Tensor:
         """Return drafts to verify for each request.
 
-        confidence [R, g] float32 -> [R] int32 that sums to <= total.
-        Runs on the device; ties go to the smaller draft number, then to the smaller request.
+        survival [R, g] float32, available [R] int64 -> [R] int32, at most what is available, that
+        sums to `total`. Runs on the device and waits for nothing; ties go to the smaller draft
+        number, then to the smaller request.
         """
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -858,6 +863,36 @@ class Calibration(Protocol):
         logits [R, g] float32, before the sigmoid; sampled [R] bool, False where the request is
         greedy: the two classes have temperatures of their own.
         """
+
+
+class Verifier(Protocol):
+    """What an entry point of `deepinfer.verifier` names: the parts of one engine's verification.
+
+    It is constructed with the keywords `policy` (`fixed`, `threshold` or `delayed`), `acceptance`
+    (`target_noise` or `rejection`), `num_drafts`, `block_size` (drafts of the drafter's block),
+    `threshold`, `costs` (a file or None) and its `fingerprint`, `calibration` (a file or None) and
+    its `checkpoint`. What it refuses it raises as its class attribute `error`.
+    """
+
+    @property
+    def error(self) -> type[Exception]:
+        """Base of the errors of its constructor."""
+
+    @property
+    def planner(self) -> VerifyPlanner:
+        """Chooses lengths."""
+
+    @property
+    def acceptor(self) -> Acceptor:
+        """Decides which drafts stand."""
+
+    @property
+    def calibration(self) -> Calibration:
+        """Makes confidences honest."""
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether a cost table is in use; without one `delayed` verifies all drafts."""
 
 
 # Placement of experts

@@ -20,7 +20,7 @@ from deepinfer_core.engine.outputs import OutputBuilder, Watcher, refused
 from deepinfer_core.engine.requests import Prompts, RequestReader, as_list, params_of_each
 from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.errors import ConfigError, RequestError, shown
-from deepinfer_core.loader import find_backend, find_recipe
+from deepinfer_core.loader import find_backend, find_recipe, find_verifier
 from deepinfer_core.model import nano
 from deepinfer_core.model.checkpoint import resolve_model
 from deepinfer_core.types import ChatOutput, FinishReason, Request, RequestOutput, SamplingParams
@@ -90,7 +90,9 @@ class LLM:
         self._codec = TextCodec(folder)
         backend = find_backend(config.accelerator, config.numerics)
         self.config = config
-        self.engine: Engine = build_engine(config, backend, folder, self._codec.tokenizer)
+        self.engine: Engine = build_engine(
+            config, backend, folder, self._codec.tokenizer, find_verifier()
+        )
         self._reader = RequestReader(
             config,
             self.engine.model_config,

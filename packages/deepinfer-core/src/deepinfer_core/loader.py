@@ -23,13 +23,15 @@ __all__ = [
     "backend_states",
     "find_backend",
     "find_recipe",
+    "find_verifier",
     "load_class",
     "targets",
 ]
 
 KERNELS = "deepinfer.kernels"
+VERIFIERS = "deepinfer.verifier"
 RECIPES = "deepinfer.recipe"
-GROUPS = (KERNELS, "deepinfer.verifier", "deepinfer.planner", RECIPES)
+GROUPS = (KERNELS, VERIFIERS, "deepinfer.planner", RECIPES)
 
 # What entry points say once the packages are installed.
 _BUILT_IN: dict[str, dict[str, str]] = {
@@ -38,6 +40,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "cuda": "deepinfer_kernels_cuda.backend:CudaBackend",
         "npu": "deepinfer_kernels_ascend.backend:AscendBackend",
     },
+    VERIFIERS: {"dspark": "deepinfer_specdec.dspark:Dspark"},
     RECIPES: {
         "deepseek_v4": "deepseek_recipe.recipe:DeepseekV4",
         "deepseek_v41": "deepseek_recipe.recipe:DeepseekV41",
@@ -154,6 +157,15 @@ def find_recipe(model_type: str, tokenizer_file: Path) -> Recipe:
     except chosen.tokenizer_error as error:
         raise ConfigError(f"The model has no chat format: {error}") from error
     return recipe
+
+
+def find_verifier() -> type[Any] | None:
+    """Return the class of the DSpark verifier, or None where no package brings one.
+
+    Raises:
+        ConfigError: there is one, and it cannot be imported.
+    """
+    return load_class(VERIFIERS, "dspark") if "dspark" in targets(VERIFIERS) else None
 
 
 def _explicit(accelerator: str, numerics: str, found: dict[str, str]) -> KernelBackend:

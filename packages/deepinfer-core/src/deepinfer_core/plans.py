@@ -108,13 +108,13 @@ class SequenceMetadata:
         slot: its place in all per-sequence device state.
         phase: chunk, final chunk or verify.
         start: position of the first row; an upper bound when the row's source is the carry.
-        num_rows: tokens fed in this step.
+        num_rows: tokens fed in this step; at most so many where the device trims drafts.
         token_ids: the rows' tokens, or () when the carry of the previous step supplies them.
         kv_len: positions written once the step ran, upper bound (U: one past the highest position
             that a launched step may have written).
         source: row of the previous unsettled step whose carry supplies the tokens, or -1.
         blocks: block-table entries that are new since the last step of this sequence.
-        num_drafts: drafts among the rows (verify only).
+        num_drafts: drafts among the rows (verify only); at most so many where the device trims.
         num_replay: leading rows that only rebuild window state after a prefix hit and write no
             block.
         window_start: first position that windows may see; 0 but for encoder-side replay.
@@ -236,7 +236,8 @@ class SchedulerOutput:
     Args:
         step_seq: strictly increasing number.
         kind: prefill or decode.
-        num_rows: rows of all sequences together, replayed ones included.
+        num_rows: rows of all sequences together, replayed ones included. Fewer than the sequences'
+            own numbers add up to where the device trims drafts to what the step has room for.
         strict: use kernels whose rows do not depend on other rows.
         delays_sampling: sampling is launched apart, once the masks of constrained rows are known.
         preempted: uids taken off the device by this plan.
@@ -263,8 +264,8 @@ class StepPlan:
     Args:
         output: what the step is.
         rows: its sequences.
-        token_ids: [output.num_rows] int64: tokens of all rows end to end; `PLACEHOLDER` where the
-            carry supplies them.
+        token_ids: int64: tokens of all rows end to end, drafts that may be trimmed included;
+            `PLACEHOLDER` where the carry supplies them.
         extras: place of a sequence -> what it has besides numbers.
         tables: pool -> new block-table entries, for pools that have any.
     """
@@ -274,6 +275,11 @@ class StepPlan:
     token_ids: np.ndarray
     extras: Mapping[int, RowExtras] = field(default_factory=dict)
     tables: Mapping[str, TableDelta] = field(default_factory=dict)
+
+    @property
+    def trims(self) -> bool:
+        """Whether the device chooses which drafts are verified: as many as there are rows for."""
+        return self.output.num_rows < len(self.token_ids)
 
     @cached_property
     def sequences(self) -> tuple[SequenceMetadata, ...]:
@@ -340,7 +346,10 @@ class StepResult:
         status: [R] int64, `RowStatus`.
         start: [R] int64: position of the sequence's first row on the device; between the settled
             length and the upper bound that was planned.
+        num_verified: [R] int64: drafts that were verified.
         drafts: [R, drafts] int64, what was drafted behind those tokens, or None without a drafter.
+        survival: [R, drafts] float32: chance that a draft passes together with those before it;
+            None where the drafter tells none.
         logprobs: None when nobody asked.
         prompt_logprobs: place in the plan -> those of the prompt rows in this step.
     """
@@ -350,6 +359,8 @@ class StepResult:
     num_tokens: np.ndarray
     status: np.ndarray
     start: np.ndarray
+    num_verified: np.ndarray
     drafts: np.ndarray | None = None
+    survival: np.ndarray | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Mapping[int, tuple[PromptLogprob, ...]] = field(default_factory=dict)

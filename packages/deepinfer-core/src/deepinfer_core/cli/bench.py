@@ -29,6 +29,21 @@ _STARTUP = (
 )
 
 
+_SPECULATION = (
+    "model",
+    "accelerator",
+    "numerics",
+    "determinism",
+    "num_threads",
+    "block_size",
+    "max_model_len",
+    "max_step_tokens",
+    "depth",
+    "num_drafts",
+    "speculation_threshold",
+)
+
+
 class Preset(StrEnum):
     """Shapes of a generated model."""
 
@@ -122,6 +137,103 @@ def startup(
         save=save,
         out=out,
     )
+
+
+@app.command("speculation")
+@reports_errors
+@with_engine_config(_SPECULATION)
+def speculation(
+    load: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Sequences that decode at a time.")
+    ] = "1,4,16",
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME,...", help="Of off, fixed, threshold and delayed. Default: all."
+        ),
+    ] = "off,fixed,threshold,delayed",
+    tokens: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Most tokens of an answer.")
+    ] = 128,
+    prompts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Prompts of a load. Default: 4 for each sequence, and 8."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="T", help="Of all requests; they have seeds.")
+    ] = 0.0,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="target_noise|rejection|both",
+            help="Rule by which drafts stand; both: each policy twice, and what rejection gains. "
+            "Default: the option of the engine.",
+        ),
+    ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            metavar="",
+            help="Measure what steps cost, even if no policy needs it. Policy `delayed` does if "
+            "it has no `--costs`.",
+        ),
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Store the measured costs for the option `speculation_costs`. Takes one load.",
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `--save` stored, instead of measuring."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append the JSON line to this file.")
+    ] = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Measure what drafts gain: policies side by side, on the same prompts.
+
+    Each policy at each load has an engine of its own. Decode steps alone count, and of these the
+    ones with as many sequences as the load says.
+    """
+    loads = _numbers("--load", load, low=1)
+    assert loads is not None, "a text was given"
+    from deepinfer_core.bench import speculation as bench
+
+    rule = config.acceptance if acceptance is None else acceptance
+    rules = bench.ACCEPTANCES if rule == "both" else _words("--acceptance", rule, bench.ACCEPTANCES)
+    known = config.speculation_costs
+    asked = bench.Asked(
+        loads=loads,
+        policies=_words("--policies", policies, bench.POLICIES),
+        acceptances=rules,
+        tokens=tokens,
+        prompts=prompts,
+        temperature=temperature,
+        profile=profile,
+        save=save,
+        costs=known if costs is None else str(costs),
+    )
+    bench.bench_speculation(config, asked, out)
+
+
+def _words(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a list such as `off,fixed`, each once, in the order of `allowed`."""
+    words = {word.strip() for word in text.split(",")}
+    if not words <= set(allowed):
+        raise fail(
+            f"`{option}` is {text!r}; it must be of {', '.join(allowed)}, with commas between "
+            "them.",
+            BAD_OPTION,
+        )
+    return tuple(word for word in allowed if word in words)
 
 
 def _numbers(option: str, text: str | None, low: int) -> tuple[int, ...] | None:

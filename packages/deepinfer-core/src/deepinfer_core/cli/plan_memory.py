@@ -16,6 +16,8 @@ _ENGINE = (
     "cache_memory_gib",
     "max_sequences",
     "max_model_len",
+    "speculation",
+    "num_drafts",
 )
 
 
@@ -27,7 +29,8 @@ def plan_memory(*, config: EngineConfig) -> None:
     Reads the model's config.json only.
     """
     from deepinfer_core.engine.memory import plan_memory as plan
-    from deepinfer_core.loader import find_backend
+    from deepinfer_core.engine.speculation import choose_drafts
+    from deepinfer_core.loader import find_backend, find_verifier
     from deepinfer_core.model import nano
     from deepinfer_core.model.config import ModelConfig
     from deepinfer_core.model.hub import resolve_model
@@ -35,4 +38,5 @@ def plan_memory(*, config: EngineConfig) -> None:
     model = ModelConfig.from_folder(resolve_model(config.model, config_only=True))
     backend = find_backend(config.accelerator, config.numerics)
     title = f"{config.model or nano.NAME} on `{backend.name}`, numerics {config.numerics}"
-    print_table(title, plan(model, config, backend).table())
+    _, num_drafts = choose_drafts(config, model, installed=find_verifier() is not None)
+    print_table(title, plan(model, config, backend, num_drafts=num_drafts).table())

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from deepinfer_core.interfaces import KernelBackend, Rows
+from deepinfer_core.model.batch import RowBatch
 
-__all__ = ["DraftInputs", "Drafter", "Entering"]
+__all__ = ["DraftInputs", "Drafter", "Entering", "PickDraft", "Proposed"]
+
+# logits [R, V] float32, drafts so far [R, k] -> the next ones [R] int64
+PickDraft = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,9 @@ class DraftInputs:
         fed: [B] int64: tokens of all rows of the step. rows: those rows.
         hidden: [B', D] act, collapsed streams of rows that ran every layer.
         features: [B', n * D] of the same rows, or None. hidden_rows: those rows.
+        samples: whether any sequence of the step yields a token, which drafts would follow.
+        pick: chooses the next draft of each sequence by logits, as its request samples: with its
+            filters, temperature and noise.
     """
 
     uids: Tensor
@@ -56,7 +64,24 @@ class DraftInputs:
     rows: Rows
     hidden: Tensor
     features: Tensor | None
-    hidden_rows: Rows
+    hidden_rows: RowBatch
+    samples: bool
+    pick: PickDraft
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """Drafts.
+
+    Attributes:
+        token_ids: [R, num_drafts] int64. Any id where there is no idea; one outside the vocabulary
+            becomes 0.
+        confidence: [R, num_drafts] float32 before the sigmoid: the chance that a draft passes if
+            those before it do; None where the drafter tells none.
+    """
+
+    token_ids: Tensor
+    confidence: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -69,9 +94,5 @@ class Drafter(Protocol):
     def admit(self, entering: Entering) -> None:
         """Forget the last owners of these slots, and learn what is known of the new ones."""
 
-    def propose(self, backend: KernelBackend, inputs: DraftInputs) -> Tensor:
-        """Return [R, num_drafts] int64 token ids that may follow the tokens yielded.
-
-        Called once a step, prompt steps included. Any id where there is no idea; one outside the
-        vocabulary becomes 0.
-        """
+    def propose(self, backend: KernelBackend, inputs: DraftInputs) -> Proposed:
+        """Return what may follow the tokens yielded. Called once a step, prompt steps included."""

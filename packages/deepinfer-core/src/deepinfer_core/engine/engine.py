@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer
 
 from deepinfer_core.config import EngineConfig
+from deepinfer_core.engine.dspark import DsparkDrafter
 from deepinfer_core.engine.interrupt import undivided
 from deepinfer_core.engine.loop import StepLoop
 from deepinfer_core.engine.memory import MemoryPlan, plan_memory
-from deepinfer_core.engine.records import StepRecords
+from deepinfer_core.engine.records import StepRecord, StepRecords
+from deepinfer_core.engine.speculation import plan_speculation
 from deepinfer_core.engine.worker import Worker
 from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.metrics import Family
@@ -30,6 +32,7 @@ from deepinfer_core.scheduler.budget import SchedulerLimits
 from deepinfer_core.scheduler.cost_model import CostModel
 from deepinfer_core.scheduler.counts import SchedulerCounts
 from deepinfer_core.scheduler.scheduler import Scheduler
+from deepinfer_core.scheduler.settlement import Settlement
 from deepinfer_core.types import FinishReason, Request, SequenceUpdate
 
 __all__ = ["Engine", "EngineStats", "build_engine", "set_threads"]
@@ -137,6 +140,10 @@ class Engine:
         untold, self._untold = self._untold, []
         return (*untold, *updates)
 
+    def watch(self, watcher: Callable[[StepRecord, Settlement], None] | None) -> None:
+        """Call `watcher` for each step whose clients were told, in order; None ends that."""
+        self._loop.watcher = watcher
+
     def audit(self) -> None:
         """Check the books of blocks, slots and tokens in flight.
 
@@ -180,7 +187,11 @@ class Engine:
 
 
 def build_engine(
-    config: EngineConfig, backend: KernelBackend, folder: Path, tokenizer: Tokenizer | None
+    config: EngineConfig,
+    backend: KernelBackend,
+    folder: Path,
+    tokenizer: Tokenizer | None,
+    verifier_class: type[Any] | None = None,
 ) -> Engine:
     """Load a model folder and make everything a rank needs.
 
@@ -189,6 +200,7 @@ def build_engine(
         backend: ops of the device.
         folder: the model.
         tokenizer: that of the folder; Engram's hashes are made of it.
+        verifier_class: makes what chooses and accepts drafts; None where none is installed.
 
     Raises:
         ConfigError: `config.json`, `tokenizer.json` or an option does not fit.
@@ -197,18 +209,38 @@ def build_engine(
     model_config = ModelConfig.from_folder(folder)
     cost_model = None if config.cost_model is None else CostModel.load(config.cost_model)
     set_threads(model_config, config, backend)
+    speculation = plan_speculation(config, model_config, backend, folder, verifier_class)
+    num_drafts = 0 if speculation is None else speculation.num_drafts
     engram = EngramHash.of_folder(model_config, folder, tokenizer, backend.runtime.device)
     with Checkpoint.open(folder, model_config) as checkpoint:
-        plan_memory(model_config, config, backend).check()  # before reading what will not fit
-        weights = load_weights(checkpoint, model_config, backend)
-    memory = plan_memory(model_config, config, backend, weights_loaded=True)
+        # before reading what will not fit
+        plan_memory(model_config, config, backend, num_drafts=num_drafts).check()
+        weights = load_weights(checkpoint, model_config, backend, drafter=num_drafts > 0)
+    memory = plan_memory(model_config, config, backend, num_drafts=num_drafts, weights_loaded=True)
     memory.check()
-    state = ModelState.allocate(model_config, backend, memory.sizes)
+    state = ModelState.allocate(model_config, backend, memory.sizes, drafter=num_drafts > 0)
     model = DeepseekV41(model_config, weights, engram, backend.runtime.device)
-    scheduler = Scheduler(_limits(model_config, config, memory), cost_model)
+    drafter = verifier = None
+    if speculation is not None:
+        assert model.drafter is not None, "the weights were read with the drafter's"
+        drafter, verifier = DsparkDrafter(model.drafter, state, num_drafts), speculation.verifier
+    scheduler = Scheduler(
+        _limits(model_config, config, memory),
+        cost_model,
+        planner=None if verifier is None else verifier.planner,
+    )
     backend.runtime.set_background(config.depth > 0)
     max_rows = max(config.max_step_tokens, memory.sizes.num_slots * (1 + memory.sizes.max_drafts))
-    worker = Worker(backend, model, state, max_rows=max_rows, depth=config.depth)
+    worker = Worker(
+        backend,
+        model,
+        state,
+        max_rows=max_rows,
+        depth=config.depth,
+        drafter=drafter,
+        verifier=verifier,
+        rejection=speculation is not None and speculation.rejection,
+    )
     return Engine(model_config, memory, StepLoop(scheduler, worker, depth=config.depth))
 
 

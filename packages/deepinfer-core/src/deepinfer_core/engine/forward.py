@@ -15,13 +15,14 @@ from deepinfer_core.engine.carry import Carries, Corrected
 from deepinfer_core.engine.drafting import Drafter, DraftInputs, Entering
 from deepinfer_core.engine.mirror import GrowingMirror
 from deepinfer_core.engine.results import Scores, StepOutput
-from deepinfer_core.engine.sampler import SampledRows, Sampler, SamplingNeeds, num_accepted
+from deepinfer_core.engine.sampler import SampledRows, Sampler, SamplingNeeds
 from deepinfer_core.engine.stage import (
     FINAL_CHUNK,
     VERIFY,
     PromptRows,
     StagedStep,
 )
+from deepinfer_core.engine.verification import Picks, Verification
 from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.model.batch import RowBatch
 from deepinfer_core.model.deepseek_v41 import DeepseekV41, Forwarded, Tail
@@ -39,12 +40,18 @@ class StepForward:
     """A step between its forward pass and its sampling.
 
     Attributes:
+        number: of the launch.
+        inputs: first tokens of sequences. lengths: [R] int64, drafts verified. num_rows: [R] int64,
+            rows of each sequence. tokens: [B] int64, of all rows.
+        rows, done: what ran, and what came of it.
         unsound: [R] bool: some row of a prompt is not finite.
     """
 
     step: StagedStep
     number: int
     inputs: Corrected
+    lengths: Tensor
+    num_rows: Tensor
     tokens: Tensor
     rows: RowBatch
     done: Forwarded
@@ -61,10 +68,11 @@ class Forward:
         state: ModelState,
         sampler: Sampler,
         drafter: Drafter | None,
+        verification: Verification,
     ):
         """Start with an empty carry."""
         self._backend, self._model, self._state = backend, model, state
-        self._sampler, self._drafter = sampler, drafter
+        self._sampler, self._drafter, self._verification = sampler, drafter, verification
         self._vocab_size, self._wide = model.config.vocab_size, 1 + state.sizes.max_drafts
         self._carries = Carries(state.sizes, self._vocab_size, backend.runtime.device)
 
@@ -75,9 +83,12 @@ class Forward:
         self._apply_deltas(step)
         inputs = self._carries.correct(backend, step, number)
         first, num_replay = step.column("start"), step.column("num_replay")
+        lengths, num_rows = self._verification.lengths(step), step.column("num_rows")
+        if step.plan.trims:  # then all sequences decode
+            num_rows = lengths + 1
         rows = RowBatch.build(
             backend,
-            step.column("num_rows"),
+            num_rows,
             inputs.start,
             inputs.slots,
             window=self._model.config.sliding_window,
@@ -86,8 +97,9 @@ class Forward:
             total=step.plan.output.num_rows,
         )
         offset = rows.positions - inputs.start[rows.sequence]
-        corrected = inputs.fed[rows.sequence, offset.clamp(max=self._wide - 1)]
-        tokens = torch.where(offset < self._wide, corrected, step.tokens)
+        tokens = inputs.fed[rows.sequence, offset.clamp(max=self._wide - 1)]
+        if not step.plan.trims:
+            tokens = torch.where(offset < self._wide, tokens, step.tokens)
         tokens = tokens.masked_fill(inputs.bad[rows.sequence], 0)
         tail, probe = None, _Probe(self._model.config.last_kv_source - 1)
         if "keep" in step.extra:
@@ -95,7 +107,7 @@ class Forward:
             tail = Tail(keep, step.column("tail_start")[rows.sequence[keep]])
         done = self._model.forward(backend, tokens, rows, self._state, tail=tail, tap=probe)
         unsound = self._unsound(step, done, rows, probe if tail is not None else None)
-        return StepForward(step, number, inputs, tokens, rows, done, unsound)
+        return StepForward(step, number, inputs, lengths, num_rows, tokens, rows, done, unsound)
 
     @torch.no_grad()
     def sample(self, forward: StepForward, masks: GrowingMirror | None) -> StepOutput:
@@ -103,11 +115,10 @@ class Forward:
 
         Args:
             forward: what `run` returned.
-            masks: `rows` [n] sampled rows and `masks` [n, words] int32, or None.
+            masks: `masks` [n, words] int32 and their `places` [n] in [R, 1 + drafts], or None.
         """
-        step, inputs = forward.step, forward.inputs
+        step, inputs, num_rows = forward.step, forward.inputs, forward.num_rows
         backend = self._backend.with_strict(step.plan.output.strict)
-        num_rows = step.column("num_rows")
         verify = step.column("phase") == VERIFY
         final = step.column("phase") == FINAL_CHUNK
         num_sampled = torch.where(verify, num_rows, final.long())
@@ -115,31 +126,38 @@ class Forward:
         hidden_end = forward.done.rows.row_start[1:]
         place = hidden_end[sampled.owner] - num_sampled[sampled.owner] + sampled.offset
         logits = self._model.logits(backend, forward.done.hidden[place])
-        mask = None if masks is None else _spread(masks, logits)
-        chosen, faults = self._sampler.sample(backend, logits, sampled, step.needs, mask)
+        mask = None if masks is None else _spread(masks, sampled, len(num_rows), self._wide)
+        settings = self._sampler.settings(sampled, step.needs, mask)
+        chosen = backend.sample(logits, settings)
         targets = inputs.fed.new_zeros(len(inputs.fed), self._wide)
-        targets[sampled.owner, sampled.offset] = chosen
+        targets[sampled.owner, sampled.offset] = chosen.token_ids
         broken = torch.zeros_like(targets, dtype=torch.bool)
-        broken[sampled.owner, sampled.offset] = faults != 0
-        accepted = num_accepted(targets, broken, inputs.fed[:, 1:], step.column("num_drafts"))
+        broken[sampled.owner, sampled.offset] = chosen.status != 0
+        accepted, token_ids = self._verification.accept(
+            backend, logits, sampled, settings, targets, broken, inputs, forward.lengths
+        )
         at_end = broken.gather(1, accepted.unsqueeze(1)).squeeze(1)
         status = (at_end | forward.unsound).long() * RowStatus.NON_FINITE
         status = status.masked_fill(inputs.bad, RowStatus.BAD_SOURCE)
         failed = status != 0
-        token_ids = targets.masked_fill(failed.unsqueeze(1), 0)
+        token_ids = token_ids.masked_fill(failed.unsqueeze(1), 0)
         num_tokens = torch.where(failed, 1, accepted + 1) * (num_sampled > 0)
         end = inputs.start + torch.where(verify, num_tokens, num_rows)
         if SamplingNeeds.PENALTIES in step.needs:
             self._sampler.count(step.column("slot"), token_ids, num_tokens.masked_fill(failed, 0))
-        drafts = self._draft(backend, forward, token_ids, num_tokens, end, failed)
         left = torch.where(failed | (num_tokens == 0), -1, inputs.tag)
         last = token_ids.gather(1, (num_tokens - 1).clamp(min=0).unsqueeze(1))
+        drafts, survival = self._draft(backend, forward, token_ids, num_tokens, last, end, failed)
         self._carries.leave(forward.number, torch.cat((last, drafts), 1), end, left)
         if "saves" in step.extra:
             self._state.copy_slots(step.extra["saves"])
-        numbers = torch.stack((num_tokens, status, inputs.start), 1)
-        columns = torch.cat((token_ids, numbers, drafts), 1)
-        return StepOutput(columns, self._scores(backend, forward, logits, num_sampled, token_ids))
+        numbers = torch.stack((num_tokens, status, inputs.start, forward.lengths), 1)
+        bits = torch.zeros_like(drafts)
+        if survival is not None:
+            bits = survival.contiguous().view(torch.int32).long()
+        columns = torch.cat((token_ids, numbers, drafts, bits), 1)
+        scores = self._scores(backend, forward, logits, num_sampled, token_ids)
+        return StepOutput(columns, survival is not None, scores)
 
     def _apply_deltas(self, step: StagedStep) -> None:
         """Write block tables, stored states, and what is known of sequences that enter."""
@@ -202,7 +220,7 @@ class Forward:
         self, backend: KernelBackend, forward: StepForward, num_sampled: Tensor
     ) -> SampledRows:
         step, inputs = forward.step, forward.inputs
-        after = inputs.start + step.column("num_rows") - num_sampled
+        after = inputs.start + forward.num_rows - num_sampled
         owner, positions = backend.expand_rows(num_sampled, after, step.num_sampled)
         return SampledRows(
             owner=owner,
@@ -218,19 +236,30 @@ class Forward:
         forward: StepForward,
         token_ids: Tensor,
         num_tokens: Tensor,
+        last: Tensor,
         end: Tensor,
         failed: Tensor,
-    ) -> Tensor:
-        """Return what is drafted behind the tokens: [R, g] legal ids."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what is drafted behind the tokens, [R, g] legal ids, and its survival."""
         step = forward.step
         if self._drafter is None:
-            return token_ids[:, :0]
-        drafts = self._drafter.propose(
+            return token_ids[:, :0], None
+        slots = forward.inputs.slots.masked_fill(failed, self._state.sizes.scratch_slot)
+        picks = Picks(
+            backend,
+            self._sampler,
+            step,
+            last.squeeze(1),
+            end,
+            wide=self._wide,
+            rejection=self._verification.rejection,
+        )
+        proposed = self._drafter.propose(
             backend,
             DraftInputs(
                 uids=step.column("uid"),
                 generations=step.column("generation"),
-                slots=forward.inputs.slots.masked_fill(failed, self._state.sizes.scratch_slot),
+                slots=slots,
                 token_ids=token_ids,
                 num_tokens=num_tokens,
                 end=end,
@@ -239,9 +268,15 @@ class Forward:
                 hidden=forward.done.hidden,
                 features=forward.done.features,
                 hidden_rows=forward.done.rows,
+                samples=step.num_sampled > 0,
+                pick=picks.next,
             ),
         )
-        return drafts.masked_fill((drafts < 0) | (drafts >= self._vocab_size), 0)
+        drafts = proposed.token_ids
+        drafts = drafts.masked_fill((drafts < 0) | (drafts >= self._vocab_size), 0)
+        if not step.num_sampled:
+            return drafts, None
+        return drafts, self._verification.remember(slots, drafts, proposed.confidence, picks)
 
     def _scores(
         self,
@@ -291,8 +326,8 @@ class _Probe:
             self.seen = value
 
 
-def _spread(masks: GrowingMirror, logits: Tensor) -> Tensor:
+def _spread(masks: GrowingMirror, rows: SampledRows, count: int, wide: int) -> Tensor:
     """Return a mask for every sampled row, all ones where none was sent."""
     sent = masks["masks"]
-    full = torch.full((len(logits), sent.shape[1]), -1, dtype=sent.dtype, device=sent.device)
-    return full.index_copy(0, masks["rows"].long(), sent)
+    full = torch.full((count * wide, sent.shape[1]), -1, dtype=sent.dtype, device=sent.device)
+    return full.index_copy(0, masks["places"].long(), sent)[rows.owner * wide + rows.offset]

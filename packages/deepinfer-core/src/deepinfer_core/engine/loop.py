@@ -59,6 +59,7 @@ class StepLoop:
         records: the last steps and their times.
         metrics: counters of what the loop did.
         watchdog: deadlines.
+        watcher: called for each step whose clients were told, in order; None for nobody.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class StepLoop:
         self.scheduler, self.worker, self.depth = scheduler, worker, depth
         self.records, self.metrics = StepRecords(), Metrics()
         self.watchdog = watchdog or Watchdog()
+        self.watcher: Callable[[StepRecord, Settlement], None] | None = None
         self._clock = clock
         self._vote = vote or self._decide_alone
         self._ring = StepRing()
@@ -273,7 +275,7 @@ class StepLoop:
             self.scheduler.observe(settlement.step, end - begin)
         self.records.judge(record)
         self.metrics.observe_step(record)
-        self.metrics.observe_settled(plan, settlement.result)
+        self.metrics.observe_settled(plan, settlement.result, settlement.survival, settlement.kept)
         begin = max(self._last_settled_ns, record.built_ns)
         self._last_settled_ns = record.wait_end_ns
         self.watchdog.observed((record.wait_end_ns - begin) * 1e-9, plan.output.num_rows)
@@ -281,6 +283,8 @@ class StepLoop:
         self.watchdog.host_ran(host_ns * 1e-9)
         if report := self.watchdog.settled(plan, settlement.result):
             warnings.warn(report, RuntimeWarning, stacklevel=2)
+        if self.watcher is not None:
+            self.watcher(record, settlement)
 
     def _wind_down(self, updates: list[SequenceUpdate]) -> None:
         """Settle all steps in order, tell their clients, and return every resource."""

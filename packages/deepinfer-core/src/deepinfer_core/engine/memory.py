@@ -84,7 +84,8 @@ class MemoryPlan:
             (
                 "weights",
                 size_text(self.weights),
-                "as stored, text model without drafter and vision",
+                f"as stored, text model with{'' if sizes.max_drafts else 'out'} drafter, "
+                "without vision",
             ),
             ("Engram tables", size_text(self.mapped), "stay in their files, read by row"),
         ]
@@ -126,11 +127,13 @@ def plan_memory(
     config: EngineConfig,
     backend: KernelBackend,
     *,
+    num_drafts: int = 0,
     weights_loaded: bool = False,
 ) -> MemoryPlan:
     """Return the plan for a model under these options, before anything is allocated.
 
     Args:
+        num_drafts: drafts of a sequence in a step; 0 leaves the drafter out.
         weights_loaded: the free memory of the device already lacks the weights.
     Raises:
         ConfigError: `block_size` or `max_model_len` does not suit the model or the backend.
@@ -147,11 +150,13 @@ def plan_memory(
         num_blocks=dict.fromkeys(POOLS, 0),
         block_size=config.block_size,
         max_len=max_len,
-        max_drafts=0,
+        max_drafts=num_drafts,
         num_stored=config.stored_windows,
     )
     slot_bytes = _slot_bytes(model, backend, empty)
-    weights, mapped = _weight_bytes(model)
+    if num_drafts and config.acceptance == "rejection":
+        slot_bytes["chances of drafts"] = num_drafts * model.vocab_size * 4
+    weights, mapped = _weight_bytes(model, drafter=num_drafts > 0)
     free = backend.runtime.memory().free
     held = 0 if weights_loaded else weights
     slots = (empty.scratch_slot + 1) * sum(slot_bytes.values())
@@ -201,19 +206,20 @@ def _slot_bytes(model: ModelConfig, backend: KernelBackend, sizes: StateSizes) -
     width, dtype = backend.entry_format("window", model.head_dim)
     ring = (model.sliding_window + sizes.max_drafts) * width * dtype.itemsize
     pairs = sum(ratio == 2 for ratio in source_ratios(model).values())
+    stages = model.num_nextn_predict_layers if sizes.max_drafts else 0
     return {
-        "window rings": model.num_hidden_layers * ring,
+        "window rings": (model.num_hidden_layers + stages) * ring,
         "compressor carry": pairs * carry_depth(sizes) * 2 * model.head_dim * 4,
         "Engram history": history_depth(model, sizes) * 8,
         "block tables": len(POOLS) * sizes.table_len * 4,
     }
 
 
-def _weight_bytes(model: ModelConfig) -> tuple[int, int]:
+def _weight_bytes(model: ModelConfig, *, drafter: bool) -> tuple[int, int]:
     """Return bytes (kept, mapped) of the text model, as the release stores it."""
     kept = mapped = 0
     for name, spec in tensor_specs(model).items():
-        if spec.is_vision or name.startswith("mtp."):
+        if spec.is_vision or (name.startswith("mtp.") and not drafter):
             continue
         size = prod(spec.shape) * _ITEM_BYTES.get(spec.kind, 1)
         if ".engram.embed." in name:

@@ -104,7 +104,7 @@ class StepRecord:
             kind=output.kind,
             num_sequences=len(rows),
             num_rows=output.num_rows,
-            num_drafts=int(rows.num_drafts.sum()),
+            num_drafts=output.num_rows - len(rows) if plan.trims else int(rows.num_drafts.sum()),
             begin_ns=begin_ns,
             uids=rows.uid.copy(),  # a view would keep the whole matrix alive
         )

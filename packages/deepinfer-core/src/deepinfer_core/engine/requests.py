@@ -73,6 +73,13 @@ class RequestReader:
                 "'normal', or the backend `cpu`.",
                 param="determinism",
             )
+        if strict and self._config.acceptance == "rejection" and params.temperature > 0:
+            raise RequestError(
+                f"`determinism` is 'strict' and `temperature` is {params.temperature:g}, but the "
+                "engine's `acceptance` is 'rejection', under which texts depend on what was "
+                "drafted. Use 'normal', temperature 0, or `acceptance` 'target_noise'.",
+                param="determinism",
+            )
         ends = () if params.ignore_eos else self._model.eos_token_ids
         return Request(
             uid=uid,

@@ -17,6 +17,8 @@ from deepinfer_core.types import PromptLogprob, TokenLogprob
 
 __all__ = ["ResultBuffers", "Scores", "StepOutput"]
 
+_NUM_NUMBERS = 4  # of a sequence, behind its tokens
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -49,11 +51,14 @@ class StepOutput:
     """A step's results on the device.
 
     Attributes:
-        columns: [R, 1 + drafts + 3 + g] int64: token ids, their number, status, start, new drafts.
+        columns: [R, 1 + drafts + 4 + 2 * g] int64: token ids, their number, status, start, drafts
+            verified; new drafts, and their survival as the bits of float32.
+        has_survival: whether the drafter told it.
         scores: those of sampled tokens, [n * (1 + most drafts)] rows, then those of each prompt.
     """
 
     columns: Tensor
+    has_survival: bool
     scores: Sequence[Scores]
 
 
@@ -64,13 +69,15 @@ class ResultBuffers:
         """Allocate them; `num_new_drafts` is what the drafter proposes, None without one."""
         self._runtime, self._wide = runtime, 1 + sizes.max_drafts
         self._num_new_drafts = num_new_drafts
-        width = self._wide + 3 + (num_new_drafts or 0)
+        width = self._wide + _NUM_NUMBERS + 2 * (num_new_drafts or 0)
+        self._has_survival = False
         self._columns = runtime.pinned((sizes.num_slots, width), torch.int64)
         self._scores: list[tuple[Tensor, Tensor]] = []
 
     def copy(self, output: StepOutput) -> None:
         """Copy a step's results to the host (copy-out queue)."""
         self._columns[: len(output.columns)].copy_(output.columns, non_blocking=True)
+        self._has_survival = output.has_survival
         self._scores = []
         for each in output.scores:  # few requests ask for them: buffers of their own will do
             ids = self._runtime.pinned(tuple(each.ids.shape), torch.int64)
@@ -83,6 +90,7 @@ class ResultBuffers:
         """Build the result of the step that was copied last; it shares no memory with buffers."""
         columns = self._columns[: len(step.plan.rows)].numpy().copy()
         wide, scores = self._wide, [(i.numpy(), v.numpy()) for i, v in self._scores]
+        drafts, bits = np.split(columns[:, wide + _NUM_NUMBERS :], 2, axis=1)
         logprobs = None
         if len(step.scored):
             logprobs = self._logprobs(step, *scores.pop(0))
@@ -92,7 +100,9 @@ class ResultBuffers:
             num_tokens=columns[:, wide],
             status=columns[:, wide + 1],
             start=columns[:, wide + 2],
-            drafts=None if self._num_new_drafts is None else columns[:, wide + 3 :],
+            num_verified=columns[:, wide + 3],
+            drafts=None if self._num_new_drafts is None else drafts,
+            survival=bits.astype(np.int32).view(np.float32) if self._has_survival else None,
             logprobs=logprobs,
             prompt_logprobs=_prompt_logprobs(step, scores),
         )

@@ -7,7 +7,7 @@ the host keeps in mind which filters a slot uses, so that a step asks for no mor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 import numpy as np
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.engine.mirror import Parts
-from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.plans import Admission
 from deepinfer_core.types import SamplingParams
 
@@ -49,6 +48,10 @@ class RowSettings:
     mask: Tensor | None = None
     stream: int = 0
     cycle: Tensor | None = None
+
+    def of_stream(self, stream: int, cycle: Tensor) -> RowSettings:
+        """Return the same with noise of another stream."""
+        return replace(self, stream=stream, cycle=cycle)
 
 
 class SamplingNeeds(IntFlag):
@@ -203,20 +206,13 @@ class Sampler:
                 self._bias = torch.zeros(self._num_slots, self._vocab_size, device=self._device)
             self._bias[bias[0], bias[1]] = _numbers(bias[2])
 
-    def sample(
-        self,
-        backend: KernelBackend,
-        logits: Tensor,
-        rows: SampledRows,
-        needs: SamplingNeeds,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (token ids [N] int64, status [N] int32) of sampled rows.
+    def settings(
+        self, rows: SampledRows, needs: SamplingNeeds, mask: Tensor | None = None
+    ) -> RowSettings:
+        """Return how rows are sampled: by their requests, and by the tokens before them.
 
         Args:
-            backend: ops.
-            logits: [N, V] float32.
-            rows: whose they are.
+            rows: N rows and whose they are.
             needs: filters that some row uses.
             mask: [N, ceil(V / 32)] int32 allowed tokens, or None.
         """
@@ -229,23 +225,27 @@ class Sampler:
             counts = _with_drafts(all_counts[slots], rows)
         if SamplingNeeds.BIAS in needs and self._bias is not None:
             bias = self._bias[slots]
-        sampled = backend.sample(
-            logits,
-            RowSettings(
-                seeds=integers[:, :2],
-                positions=rows.positions,
-                temperature=reals[:, 0],
-                top_k=integers[:, 2] if SamplingNeeds.TOP_K in needs else None,
-                top_p=reals[:, 1] if SamplingNeeds.TOP_P in needs else None,
-                min_p=reals[:, 2] if SamplingNeeds.MIN_P in needs else None,
-                penalties=penalties,
-                prompt_seen=seen,
-                output_counts=counts,
-                bias=bias,
-                mask=mask,
-            ),
+        return RowSettings(
+            seeds=integers[:, :2],
+            positions=rows.positions,
+            temperature=reals[:, 0],
+            top_k=integers[:, 2] if SamplingNeeds.TOP_K in needs else None,
+            top_p=reals[:, 1] if SamplingNeeds.TOP_P in needs else None,
+            min_p=reals[:, 2] if SamplingNeeds.MIN_P in needs else None,
+            penalties=penalties,
+            prompt_seen=seen,
+            output_counts=counts,
+            bias=bias,
+            mask=mask,
         )
-        return sampled.token_ids, sampled.status
+
+    def is_sampled(self, slots: Tensor) -> Tensor:
+        """Return [n] bool: whether the request in a slot has a temperature above 0."""
+        return self._reals[slots, 0] > 0
+
+    def seeds(self, slots: Tensor) -> Tensor:
+        """Return [n, 2] int64: low and high word of the requests' seeds."""
+        return self._integers[slots, :2]
 
     def count(self, slots: Tensor, token_ids: Tensor, num_tokens: Tensor) -> None:
         """Add tokens that were yielded to the counts.

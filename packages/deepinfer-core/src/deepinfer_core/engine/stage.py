@@ -51,7 +51,7 @@ class StagedStep:
 
     Attributes:
         plan: where it came from; only what is not an array of it is read later.
-        columns: [fields, R] int64 on the device. tokens: [B] int64 on the device.
+        columns: [fields, R] int64 on the device. tokens: int64 on the device, `plan.token_ids`.
         extra: on the device, what the step has of: `loads`, `saves` [n, 2]; `table <pool>` [3, n];
             `entering` [m] places; `history` [3, n] slot, position and id of tokens that the model
             looks back at, `known` the same of all that are known; `keep` [B'] rows that run every
@@ -115,7 +115,7 @@ class StepBuffers:
         num_drafts = int(rows.num_drafts.max(initial=0))
         self._check(plan, num_drafts)
         split = _NUM_FIELDS * count
-        self._size = split + num_rows
+        self._size = split + len(plan.token_ids)
         self._steady.array[:split] = rows.data.reshape(-1)
         self._steady.array[split : self._size] = plan.token_ids
         all_verify = bool(rows.phase.min(initial=VERIFY) == VERIFY)
@@ -123,7 +123,7 @@ class StepBuffers:
         extra: Parts = {}
         prompt_rows: Sequence[PromptRows] = ()
         _add_deltas(plan, extra)
-        hidden_start = self._tail(rows, num_rows, extra)
+        hidden_start = self._tail(plan, extra)
         slots = rows.slot
         if plan.extras:
             self._add_entering(plan, sampler, extra)
@@ -157,14 +157,18 @@ class StepBuffers:
     def _check(self, plan: StepPlan, num_drafts: int) -> None:
         rows, sizes, step_seq = plan.rows, self._sizes, plan.output.step_seq
         num_rows = plan.output.num_rows
-        assert num_rows <= self._max_rows and len(rows) <= sizes.num_slots, (
-            f"step {step_seq} has {num_rows} rows of {len(rows)} sequences, but the worker was "
+        most = len(plan.token_ids)  # with drafts that are trimmed
+        assert most <= self._max_rows and len(rows) <= sizes.num_slots, (
+            f"step {step_seq} has {most} rows of {len(rows)} sequences, but the worker was "
             f"made for {self._max_rows} rows of {sizes.num_slots} sequences"
         )
-        assert num_rows == len(plan.token_ids) == rows.num_rows.sum(), (
+        assert len(rows) <= num_rows <= len(plan.token_ids) == rows.num_rows.sum() or (
+            not len(rows) and not num_rows
+        ), (
             f"step {step_seq} has {num_rows} rows, {len(plan.token_ids)} token ids, and sequences "
             f"with {rows.num_rows.sum()} rows"
         )
+        assert not plan.trims or (rows.phase == VERIFY).all(), f"step {step_seq} trims a prompt"
         assert num_drafts <= sizes.max_drafts, (
             f"step {step_seq} verifies {num_drafts} drafts of a sequence, but the state "
             f"has room for {sizes.max_drafts}"
@@ -194,12 +198,7 @@ class StepBuffers:
             extra["known"] = np.concatenate(known, axis=1)
         sampler.admit_on_host([Admitted(int(rows.slot[p]), each) for p, each in entering], extra)
 
-    def _tail(
-        self,
-        rows: StepRows,
-        num_rows: int,
-        extra: Parts,
-    ) -> np.ndarray | None:
+    def _tail(self, plan: StepPlan, extra: Parts) -> np.ndarray | None:
         """Add `keep` if late layers see other rows, or less, than the others do.
 
         Returns the place of each sequence's first row among hidden rows, or None where that is
@@ -207,14 +206,18 @@ class StepBuffers:
         """
         # Rows this far above a tail's start see nothing below it: decoding needs no tail. Starts
         # from the carry are upper bounds, too high by the drafts of the step before at most.
+        rows = plan.rows
         tail, far = rows.tail_start, self._window - 1 + self._sizes.max_drafts
         above = rows.start - tail
         if above.min(initial=far) >= far or not ((tail > 0) & (above < far)).any():
             return None
+        if plan.trims:  # all of them decode, above their tails
+            extra["keep"] = np.arange(plan.output.num_rows)
+            return None
         # rows that skip the late layers are the first ones of a chunk below its prompt's tail
         skipped = (-above).clip(0, rows.num_rows)
         first = np.cumsum(rows.num_rows) - rows.num_rows
-        offset = np.arange(num_rows) - np.repeat(first, rows.num_rows)
+        offset = np.arange(len(plan.token_ids)) - np.repeat(first, rows.num_rows)
         extra["keep"] = np.flatnonzero(offset >= np.repeat(skipped, rows.num_rows))
         kept = rows.num_rows - skipped
         hidden_start: np.ndarray = np.cumsum(kept) - kept

@@ -26,7 +26,8 @@ from deepinfer_core.engine.stage import (
     StepBuffers,
 )
 from deepinfer_core.engine.step_ring import DeviceTimes, WorkerStepState
-from deepinfer_core.interfaces import Event, KernelBackend
+from deepinfer_core.engine.verification import Verification
+from deepinfer_core.interfaces import Event, KernelBackend, Verifier
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
 from deepinfer_core.model.state import ModelState
 from deepinfer_core.plans import StepPlan, StepResult
@@ -101,6 +102,9 @@ class Worker:
         max_rows: most rows of a step, replayed ones included.
         depth: most steps that are unsettled at a time.
         drafter: proposes drafts, or None.
+        verifier: chooses which drafts a step verifies where a plan leaves that open; None where no
+            plan does.
+        rejection: accept drafts by rejection sampling; the verifier does it.
     """
 
     def __init__(
@@ -112,6 +116,8 @@ class Worker:
         max_rows: int,
         depth: int = 0,
         drafter: Drafter | None = None,
+        verifier: Verifier | None = None,
+        rejection: bool = False,
     ):
         """Start with nothing in flight."""
         self.backend, self.model, self.state = backend, model, state
@@ -119,7 +125,15 @@ class Worker:
         # A slot that keeps a stored window now may be a sequence's later.
         num_slots = sizes.num_slots + sizes.num_stored
         self._sampler = Sampler(num_slots, model.config.vocab_size, runtime.device)
-        self._forward = Forward(backend, model, state, self._sampler, drafter)
+        verification = Verification(
+            sizes,
+            model.config.vocab_size,
+            runtime.device,
+            self._sampler,
+            verifier,
+            rejection=rejection,
+        )
+        self._forward = Forward(backend, model, state, self._sampler, drafter, verification)
         self._copy_in, self._queue = runtime.queue("copy_in"), runtime.queue("forward")
         self._copy_out = runtime.queue("copy_out")
         self._ring = [
@@ -188,7 +202,7 @@ class Worker:
         )
         self._unsampled, self._launching = None, place
         if masks:
-            place.masks.fill(_mask_rows(ticket.plan, masks))
+            place.masks.fill(_mask_rows(ticket.plan, masks, 1 + self.state.sizes.max_drafts))
             self._copy_in.submit(place.masks.send)
             self._queue.wait_for(self._copy_in.record())
         place.stalled.append(self._queue.record())
@@ -240,18 +254,17 @@ class Worker:
         self._launching = None
 
 
-def _mask_rows(plan: StepPlan, masks: Mapping[int, np.ndarray]) -> Parts:
-    """Return the sampled rows that have masks, and these: [n] and [n, words] int32."""
+def _mask_rows(plan: StepPlan, masks: Mapping[int, np.ndarray], wide: int) -> Parts:
+    """Return masks [n, words] int32 and where they belong: [n] places of [R, wide], flattened."""
     rows = plan.rows
     sampled = np.where(rows.phase == VERIFY, rows.num_rows, rows.phase == FINAL_CHUNK)
-    first = np.cumsum(sampled) - sampled
     for place, mask in masks.items():
         assert len(mask) == sampled[place], (
             f"sequence {place} of step {plan.output.step_seq} has {len(mask)} masks for "
             f"{sampled[place]} sampled rows"
         )
-    numbers = [np.arange(first[place], first[place] + len(mask)) for place, mask in masks.items()]
+    numbers = [place * wide + np.arange(len(mask)) for place, mask in masks.items()]
     return {
-        "rows": np.concatenate(numbers).astype(np.int32),
+        "places": np.concatenate(numbers).astype(np.int32),
         "masks": np.concatenate(list(masks.values())),
     }

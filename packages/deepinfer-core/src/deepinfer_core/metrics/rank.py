@@ -23,6 +23,7 @@ from deepinfer_core.metrics.families import (
     plain,
 )
 from deepinfer_core.metrics.sources import of_counts, of_totals, of_watchdog
+from deepinfer_core.metrics.speculation import SpeculationMetrics
 from deepinfer_core.plans import PHASES, Phase, StepKind, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Metrics:
         self._parts = {part: Histogram() for part in _PARTS}
         self._gap, self._row_ns, self._chunk = Histogram(), Histogram(), Histogram()
         self._verified, self._accepted = Histogram(), Histogram()
+        self._speculation = SpeculationMetrics()
         self._bubbles, self._empty = Counter(), Counter()
         self._accepted_at = np.zeros(0, dtype=np.int64)  # by position of the draft
         self._drafted_at = np.zeros(0, dtype=np.int64)
@@ -72,15 +74,32 @@ class Metrics:
         if record.bubble is not None:
             self._bubbles.add(1, record.bubble)
 
-    def observe_settled(self, plan: StepPlan, result: StepResult) -> None:
-        """Take what a step yielded: sizes of chunks, accepted drafts."""
+    def observe_settled(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        survival: tuple[np.ndarray, np.ndarray] | None = None,
+        kept: np.ndarray | None = None,
+    ) -> None:
+        """Take what a step yielded: sizes of chunks, accepted drafts.
+
+        Args:
+            survival: of the drafts that were fed, [R, g], and [R] if known; None without a drafter.
+            kept: [R], tokens that were committed; None where that is all of them. A sequence that
+                had ended, or ends inside its run, says nothing about drafts.
+        """
+        whole = np.ones(len(plan.rows), dtype=np.bool_)
+        if kept is not None:
+            whole = (kept > 0) & (kept == result.num_tokens)
+        if survival is not None and plan.output.kind is StepKind.DECODE:
+            self._speculation.observe(plan, result, *survival, whole)
         rows = plan.rows
         chunks = rows.num_rows[rows.phase != _VERIFY]
         if len(chunks):
             self._chunk.observe_all(chunks)
-        verified = (rows.phase == _VERIFY) & (result.num_tokens > 0)
+        verified = (rows.phase == _VERIFY) & (result.num_tokens > 0) & whole
         if verified.any():
-            self._observe_verified(rows.num_drafts[verified], result.num_tokens[verified])
+            self._observe_verified(result.num_verified[verified], result.num_tokens[verified])
 
     def snapshot(
         self,
@@ -99,6 +118,7 @@ class Metrics:
         return {
             **self._of_steps(),
             **self._of_yield(),
+            **self._speculation.families(),
             **of_counts(counts),
             **of_totals(totals),
             **({} if watchdog is None else of_watchdog(watchdog)),

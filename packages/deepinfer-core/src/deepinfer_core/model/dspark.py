@@ -24,11 +24,11 @@ from deepinfer_core.model.weights import DrafterWeights
 
 __all__ = ["Drafted", "Drafter", "Pick", "greedy"]
 
-# logits [R, V] float32, number of the draft (0-based) -> token ids [R] int64
-Pick = Callable[[Tensor, int], Tensor]
+# logits [R, V] float32, drafts so far [R, k] int64 -> token ids [R] int64
+Pick = Callable[[Tensor, Tensor], Tensor]
 
 
-def greedy(logits: Tensor, number: int) -> Tensor:
+def greedy(logits: Tensor, drafts: Tensor) -> Tensor:
     """Return the most likely token of each row; the lowest id on ties."""
     return torch.argmax(logits, dim=-1)
 
@@ -83,6 +83,9 @@ class Drafter:
         slots: Sequence[int] | Tensor,
         state: ModelState,
         pick: Pick = greedy,
+        *,
+        num_drafts: int | None = None,
+        window_floor: Tensor | None = None,
     ) -> Drafted:
         """Propose a block after each sequence's last token.
 
@@ -90,10 +93,13 @@ class Drafter:
             last_token_ids: [R] int64, sampled but not yet in the cache.
             positions: position of that token, the first without a feature.
             slots: slot of each sequence.
+            pick: chooses a draft by its logits.
+            num_drafts: how many of the block to return; all by default.
+            window_floor: [R] int64, first position whose keys are kept; 0 by default.
         """
         config, size = self.config, self.config.dspark_block_size
         count = len(positions)
-        rows = self._rows(backend, positions, slots)
+        rows = self._rows(backend, positions, slots, window_floor)
         tokens = torch.full(
             (count, size), config.dspark_noise_token_id, device=last_token_ids.device
         )
@@ -104,15 +110,15 @@ class Drafter:
         collapsed = backend.mhc_collapse(hidden.coefficient, hidden.streams)
         normed = backend.rms_norm(collapsed, self.weights.norm, config.rms_norm_eps)
         base = backend.linear_float32(normed, self.head).unflatten(0, (count, size))
-        return self._serial(
-            backend, last_token_ids, base, collapsed.unflatten(0, (count, size)), pick
-        )
+        hidden, wanted = collapsed.unflatten(0, (count, size)), num_drafts or size
+        return self._serial(backend, last_token_ids, base[:, :wanted], hidden, pick)
 
     def _rows(
         self,
         backend: KernelBackend,
         positions: Sequence[int] | Tensor,
         slots: Sequence[int] | Tensor,
+        window_floor: Tensor | None,
     ) -> RowBatch:
         """Return rows whose windows hold what precedes the block and all of the block."""
         window, size = self.config.sliding_window, self.config.dspark_block_size
@@ -123,6 +129,7 @@ class Drafter:
             positions,
             slots,
             window=window,
+            window_floor=window_floor,
             total=count * size,
         )
         first = rows.first_position[rows.sequence]
@@ -137,13 +144,13 @@ class Drafter:
         self, backend: KernelBackend, last: Tensor, base: Tensor, hidden: Tensor, pick: Pick
     ) -> Drafted:
         weights, token = self.weights, last
-        tokens, logits, confidence = [], [], []
+        tokens, logits, confidence = last.new_zeros(len(last), 0), [], []
         for i in range(base.shape[1]):
             state = backend.embed(token, weights.markov_embed)
             row = base[:, i] + backend.linear_float32(state, weights.markov_head)
             joined = torch.cat((hidden[:, i].float(), state.float()), dim=-1)
             confidence.append(backend.linear_float32(joined, weights.confidence)[:, 0])
-            token = pick(row, i)
-            tokens.append(token)
+            token = pick(row, tokens)
+            tokens = torch.cat((tokens, token.unsqueeze(1)), 1)
             logits.append(row)
-        return Drafted(torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+        return Drafted(tokens, torch.stack(logits, 1), torch.stack(confidence, 1))

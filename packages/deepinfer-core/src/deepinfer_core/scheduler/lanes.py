@@ -40,6 +40,8 @@ class Columns(NamedTuple):
         last_token: the last committed token, once a step has yielded one.
         known_drafts: how many drafts behind it are known.
         published: blocks at the front that were offered to the prefix index.
+        num_records: survivals recorded of its drafts: of the last settled step, and of the one
+            before.
     """
 
     uid: np.ndarray
@@ -57,6 +59,7 @@ class Columns(NamedTuple):
     last_token: np.ndarray
     known_drafts: np.ndarray
     published: np.ndarray
+    num_records: np.ndarray
 
 
 _PLACES = {name: place for place, name in enumerate(Columns._fields)}
@@ -70,6 +73,8 @@ class Lanes:
         all: the columns over all slots, views of one matrix; `at` gathers some slots' at once.
         inflight: [3, num_slots] `inflight`, `unsettled` and `samples`: written by the ledger alone.
         drafts: [num_slots, max_drafts] int64, what was drafted behind the last token.
+        survival: [2, num_slots, max_drafts] float32, chances that drafts pass together with those
+            before them: as the last settled step that drafted told, and the one before it.
         stops: [num_slots, MAX_STOPS] int64, stop ids; none stands behind the first `num_stops`.
         live: [num_slots] bool, results still count (prefill, running, preempting).
         prefilling: [num_slots] bool, some of its tokens are not computed.
@@ -85,6 +90,7 @@ class Lanes:
         self.all.uid[:] = self.all.generation[:] = PLACEHOLDER
         self.inflight = self._table[_INFLIGHT]
         self.drafts = np.full((num_slots, max_drafts), PLACEHOLDER, dtype=np.int64)
+        self.survival = np.zeros((2, num_slots, max_drafts), dtype=np.float32)
         self.num_stops = 0
         self.stops = np.full((num_slots, MAX_STOPS), PLACEHOLDER, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=np.bool_)
@@ -133,6 +139,21 @@ class Lanes:
         """Note the state of the sequence in a slot."""
         self.live[slot], self.prefilling[slot], self.running[slot] = live, prefilling, running
         self.plain[slot] = (prefilling or running) and not self._apart[slot]
+
+    def record(self, slots: np.ndarray, survival: np.ndarray) -> None:
+        """Note the survival [n, g] float32 of what a settled step has drafted."""
+        self.survival[1, slots] = self.survival[0, slots]
+        self.survival[0, slots] = survival
+        self.all.num_records[slots] = np.minimum(self.all.num_records[slots] + 1, 2)
+
+    def earlier_survival(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return survival [n, g] float32 as a step before the last one told it, and [n] if known.
+
+        What the last launched step has drafted is about to be verified: who chooses how many of
+        these to verify must not have looked at them.
+        """
+        age = (self.all.unsettled[slots] == 0).astype(np.int64)
+        return self.survival[age, slots], self.all.num_records[slots] > age
 
     def at(self, slots: np.ndarray) -> Columns:
         """Return copies of the columns at some slots, [n] each."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from deepinfer_core.cache.block_pool import PoolExhausted
 from deepinfer_core.errors import DuplicateRequest
+from deepinfer_core.interfaces import VerifyPlanner
 from deepinfer_core.plans import Phase, StepKind, StepPlan, StepResult, StepRows
 from deepinfer_core.scheduler.budget import SchedulerLimits, check_prompt
 from deepinfer_core.scheduler.chunks import ChunkBudget
@@ -52,6 +53,7 @@ class Scheduler:
         limits: SchedulerLimits,
         cost_model: CostModel | None = None,
         revoke: Callable[[int], bool] = cannot_revoke,
+        planner: VerifyPlanner | None = None,
     ) -> None:
         """Start with nothing to do.
 
@@ -60,6 +62,7 @@ class Scheduler:
             cost_model: predicts prefill steps; with `limits.step_budget_ns` it sizes chunks, and
                 `observe` corrects it.
             revoke: shuts the peer of an overdue transfer ticket out; whether that worked.
+            planner: says how many drafts a step verifies; None verifies all.
         """
         self.limits = limits
         self.paused = False
@@ -72,7 +75,7 @@ class Scheduler:
         self._preempted: list[int] = []  # not yet told to a worker
         self._outbox: list[SequenceUpdate] = []
         self._untold: list[Settlement] = []  # of the last steps; clients may not know of them
-        self._revoke = revoke
+        self._revoke, self._planner = revoke, planner
         self._cost = None if cost_model is None else OnlineCostModel(cost_model)
         self._budget: ChunkBudget | None = None  # of the step that is being built
 
@@ -125,8 +128,6 @@ class Scheduler:
 
     def pop_updates(self) -> tuple[SequenceUpdate, ...]:
         """Return terminal updates of requests that ended outside a step, each once."""
-        if not self._outbox:
-            return ()
         updates = tuple(self._outbox)
         self._outbox.clear()
         return updates
@@ -210,7 +211,7 @@ class Scheduler:
         if kind is None:
             kind = decide(self.ballot(), self.limits.prefill_run_max)
         while True:
-            selection = Selection(self._roster, self._previous)
+            selection = Selection(self._roster, self._previous, self._planner)
             try:
                 plan = self._select(selection, kind)
             except (MemoryError, PoolExhausted):
@@ -237,8 +238,10 @@ class Scheduler:
     def observe(self, step: UnsettledStep, forward_ns: int) -> None:
         """Take the time that a settled step's forward pass took on the device.
 
-        It corrects the cost model that sizes chunks; steps that were not sized by time are ignored.
+        It corrects the cost model of chunks that were sized by time, and the planner's of decoding.
         """
+        if self._planner is not None and step.plan.output.kind is StepKind.DECODE:
+            self._planner.observe(step.plan.output.num_rows, forward_ns * 1e-9)
         if self._cost is not None and step.work is not None:
             self.totals.predicted_ns += step.predicted_ns
             self.totals.measured_ns += forward_ns

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepinfer_core.interfaces import VerifyPlanner
 from deepinfer_core.scheduler.chunks import ChunkBudget
 from deepinfer_core.scheduler.prefill import PrefillRows
 from deepinfer_core.scheduler.roster import Roster
@@ -20,18 +21,22 @@ __all__ = ["Selection"]
 class Selection:
     """The rows chosen for one step: of sequences that decode, or of prompts."""
 
-    def __init__(self, roster: Roster, previous: UnsettledStep | None) -> None:
+    def __init__(
+        self, roster: Roster, previous: UnsettledStep | None, planner: VerifyPlanner | None = None
+    ) -> None:
         """Start with no rows.
 
         Args:
             roster: all requests.
             previous: the last launched step if it is unsettled: its carry can supply tokens.
+            planner: says how many drafts to verify; None verifies all.
         """
         self.decode_rows: DecodeRows | None = None
         self.prefill_rows = PrefillRows(roster, 0 if previous is None else previous.step_seq)
         self._roster = roster
         self._limits = roster.limits
         self._previous = previous
+        self._planner = planner
 
     @property
     def empty(self) -> bool:
@@ -68,6 +73,7 @@ class Selection:
                 rows = self._squeezed(self._rows_of(rows.slots, drafting=False))
             roster.prefixes.make_room(rows.num_missing)
         if len(rows.slots):
+            self._trim(rows)
             self._reserve(rows)
             self.decode_rows = rows
         roster.growth.decoded()
@@ -98,6 +104,15 @@ class Selection:
         missing -= self._roster.tables.num_blocks[slots]
         grown = (missing > 0).nonzero()[0]
         return DecodeRows(slots, lane, start, source, drafts, remaining, grown, missing[grown])
+
+    def _trim(self, rows: DecodeRows) -> None:
+        """Settle how many drafts the step verifies; blocks are reserved for all of them."""
+        if self._planner is None or rows.drafts is None:
+            return
+        survival, known = self._roster.lanes.earlier_survival(rows.slots)
+        total = self._planner.budget(survival, known, rows.drafts).total
+        if total < int(rows.drafts.sum()):
+            rows.num_verified = total
 
     def _reserve(self, rows: DecodeRows) -> None:
         """Take the blocks that the rows still need, one transaction for all."""

@@ -46,6 +46,8 @@ class Settlement:
         ends: row -> terminal update of a request that ended with this step.
         dead: [R] bool, rows of requests that had ended before, of which nothing is told; None
             when there are none.
+        survival: of the drafts that were fed, [R, g] float32, and [R] bool where it is known; None
+            without drafts.
         failed: row -> why its grammar failed.
         runs: the committed tokens of each row.
         finished: requests whose terminal update was handed out since.
@@ -57,6 +59,7 @@ class Settlement:
     roster: Roster
     kept: np.ndarray
     dead: np.ndarray | None
+    survival: tuple[np.ndarray, np.ndarray] | None = None
     ends: dict[int, SequenceUpdate] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     runs: list[tuple[int, ...]] = field(default_factory=list)
@@ -149,8 +152,11 @@ def settle_rows(roster: Roster, step: UnsettledStep, result: StepResult) -> Sett
     kept = np.minimum(num_tokens, left)
     reached = (num_tokens >= left) & (num_tokens > 0)
     kept, stopped = _cut_at_stops(result.token_ids, kept, lanes.stops[slots, : lanes.num_stops])
-    settlement = Settlement(step, result, roster, kept, None if live is None else ~live)
-    _count(roster, step, num_tokens)
+    survival = None
+    if decode and lanes.drafts.shape[1]:
+        survival = lanes.survival[0, slots], lanes.all.num_records[slots] > 0
+    settlement = Settlement(step, result, roster, kept, None if live is None else ~live, survival)
+    _count(roster, step, result, num_tokens)
     if fine is not None:
         stopped = np.zeros_like(reached) if stopped is None else stopped
         for row in np.flatnonzero(fine & ~plain & (kept > 0)).tolist():
@@ -208,6 +214,9 @@ def _commit(settlement: Settlement) -> None:
         drafts = result.drafts if len(ids) == len(counts) else result.drafts[yields]
         lanes.drafts[slots] = drafts
         lanes.all.known_drafts[slots] = drafts.shape[1]
+        if result.survival is not None:
+            survival = result.survival
+            lanes.record(slots, survival if len(ids) == len(counts) else survival[yields])
     runs: list[tuple[int, ...]]
     if result.token_ids.shape[1] == 1:
         found = result.token_ids[:, 0].tolist()
@@ -266,13 +275,13 @@ def _conclude(
     roster.retire(sequence)
 
 
-def _count(roster: Roster, step: UnsettledStep, num_tokens: np.ndarray) -> None:
+def _count(roster: Roster, step: UnsettledStep, result: StepResult, num_tokens: np.ndarray) -> None:
     totals, output = roster.totals, step.plan.output
     if output.kind is StepKind.DECODE:
         count, yielded = len(num_tokens), int(num_tokens.sum())
         totals.decode_rows += count
         totals.yielded_tokens += yielded
-        totals.verified_tokens += output.num_rows - count
+        totals.verified_tokens += int(result.num_verified.sum())
         totals.rollback_tokens += output.num_rows - yielded
     else:
         totals.chunk_tokens += output.num_rows

@@ -42,7 +42,8 @@ class DecodeRows:
         lane: their lanes.
         start: U before this step.
         source: row in the previous unsettled step, or -1 where the host supplies tokens.
-        drafts: drafts to verify; None is none for all.
+        drafts: drafts to verify, at most; None is none for all.
+        num_verified: how many of them all are verified, if fewer: the device chooses.
         remaining: tokens that may still be produced; a sampling step in flight counts as one.
         grown, missing: [n] places of rows that need blocks, and how many in every pool.
         grown_slots, grown_places: [n] where the taken ones stand in the tables.
@@ -56,6 +57,7 @@ class DecodeRows:
     remaining: np.ndarray
     grown: np.ndarray
     missing: np.ndarray
+    num_verified: int | None = None
     grown_slots: np.ndarray = field(default_factory=lambda: _NONE)
     grown_places: np.ndarray = field(default_factory=lambda: _NONE)
 
@@ -159,11 +161,12 @@ def decode_step(
         tail_start=lane.tail_start,
         remaining=rows.remaining,
     )
+    most = len(slots) if rows.drafts is None else len(slots) + int(rows.drafts.sum())
     traits = int(np.bitwise_or.reduce(lane.traits))
     output = SchedulerOutput(
         step_seq=step_seq,
         kind=StepKind.DECODE,
-        num_rows=len(slots) if rows.drafts is None else len(slots) + int(rows.drafts.sum()),
+        num_rows=most if rows.num_verified is None else len(slots) + rows.num_verified,
         strict=bool(traits & STRICT),
         delays_sampling=bool(traits & CONSTRAINED),
         preempted=preempted,
@@ -176,7 +179,7 @@ def decode_step(
             )
             for pool, ids in roster.tables.ids.items()
         }
-    return StepPlan(output, table, _decode_tokens(output.num_rows, table, roster), tables=tables)
+    return StepPlan(output, table, _decode_tokens(most, table, roster), tables=tables)
 
 
 def _decode_tokens(total: int, rows: StepRows, roster: Roster) -> np.ndarray:

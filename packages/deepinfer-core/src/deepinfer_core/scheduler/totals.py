@@ -21,7 +21,7 @@ class Totals:
         overrun_tokens: rows in flight of requests that had ended.
         decode_rows: sequences in settled decode steps.
         verified_tokens: drafts in those.
-        yielded_tokens: tokens those gave; over `decode_rows` it is the acceptance length.
+        yielded_tokens: tokens those gave, what came behind a request's end included.
         prompt_tokens: prompt positions of admitted sequences, hits included.
         hit_tokens: those found in the prefix index.
         replayed_tokens: rows computed again to rebuild windows.

@@ -22,6 +22,7 @@ from deepinfer_core.scheduler import Scheduler, SchedulerLimits
 from deepinfer_core.testing.differential_trace import Layout, Spec, layout_for, trace
 from deepinfer_core.testing.differential_variants import Variant
 from deepinfer_core.testing.drafters import NgramDrafter, ScriptedDrafter, right_with
+from deepinfer_core.testing.planners import RandomPlanner, ScriptedVerifier
 from deepinfer_core.types import FinishReason, SequenceUpdate
 
 __all__ = ["Bench", "Outcome", "Report"]
@@ -79,6 +80,7 @@ class Report:
         cold_hits, warm_hits: tokens found in the cache while the trace was served first, and again.
         late_sampling: steps whose sampling waited for masks.
         accepted: drafts that were accepted.
+        trimmed: steps that verified fewer drafts than there were.
     """
 
     variant: Variant
@@ -88,6 +90,7 @@ class Report:
     warm_hits: int = 0
     late_sampling: int = 0
     accepted: int = 0
+    trimmed: int = 0
 
 
 class Bench:
@@ -142,6 +145,7 @@ class Bench:
             totals = server.scheduler.totals
             report.preemptions, report.late_sampling = totals.preemptions, server.late_sampling
             report.accepted = totals.yielded_tokens - totals.decode_rows
+            report.trimmed = server.trimmed
         return report
 
 
@@ -186,6 +190,10 @@ class _Server:
             vocab_size=self._vocab_size,
             growth_permille=0,  # admit whoever fits now: that makes a tight pool preempt
         )
+        verifier = None
+        if variant.lengths == "some":
+            tier = 1 if variant.company == "alone" else 1 + variant.depth
+            verifier = ScriptedVerifier(RandomPlanner(variant.gamma, tier))
         worker = Worker(
             backend,
             model,
@@ -193,11 +201,14 @@ class _Server:
             max_rows=max(chunk, NUM_SLOTS * (1 + variant.gamma)),
             depth=variant.depth,
             drafter=_drafter(variant, self._vocab_size, sizes, backend, texts or {}),
+            verifier=verifier,
         )
-        self.scheduler = Scheduler(self._limits)
+        self.scheduler = Scheduler(
+            self._limits, planner=None if verifier is None else verifier.planner
+        )
         self.loop = StepLoop(self.scheduler, worker, depth=variant.depth)
-        self.late_sampling = 0
-        self._count_late_sampling(worker)
+        self.late_sampling = self.trimmed = 0
+        self._count_steps(worker)
 
     def __enter__(self) -> _Server:
         """Return itself; leaving checks that everything was given back."""
@@ -245,14 +256,19 @@ class _Server:
         assert not self.loop.has_work, f"{MAX_ITERATIONS} iterations do not end it"
         return {spec.name: outcome for spec, outcome in zip(specs, outcomes, strict=True)}
 
-    def _count_late_sampling(self, worker: Worker) -> None:
-        launch = worker.launch_sampling
+    def _count_steps(self, worker: Worker) -> None:
+        launch, launch_sampling = worker.launch, worker.launch_sampling
 
-        def counted(ticket, masks) -> None:  # type: ignore[no-untyped-def]
+        def launched(plan):  # type: ignore[no-untyped-def]
+            self.trimmed += plan.trims
+            return launch(plan)
+
+        def sampled(ticket, masks) -> None:  # type: ignore[no-untyped-def]
             self.late_sampling += 1
-            launch(ticket, masks)
+            launch_sampling(ticket, masks)
 
-        worker.launch_sampling = counted  # type: ignore[method-assign]
+        worker.launch = launched  # type: ignore[method-assign]
+        worker.launch_sampling = sampled  # type: ignore[method-assign]
 
     def _audit_idle(self) -> None:
         """Check that nothing is in flight, and that only the cache held anything."""
@@ -292,4 +308,10 @@ def _drafter(
     if variant.drafter == "ngram":
         return NgramDrafter(variant.gamma, sizes, backend.runtime.device)
     right = right_with(_RIGHT[variant.drafter])
-    return ScriptedDrafter(variant.gamma, vocab_size, texts, right)
+    confidence = _say if variant.lengths == "some" else None
+    return ScriptedDrafter(variant.gamma, vocab_size, texts, right, confidence)
+
+
+def _say(uid: int, position: int) -> float:
+    """Return what a script says of a draft: one of five logits, so that ties are common."""
+    return float((uid * 31 + position * 7) % 5 - 1)

@@ -16,6 +16,7 @@ VALUES: Values = {
     "depth": (0, 1, 2),
     "gamma": tuple(range(8)),
     "drafter": ("none", "mixed", "right", "wrong", "ngram"),
+    "lengths": ("all", "some"),
     "chunk": ("block", "odd", "half", "whole"),
     "block_size": (2, 4, 16, 64, 256),
     "pool": ("loose", "tight", "least"),
@@ -37,6 +38,8 @@ class Variant:
         depth: steps that may be unsettled.
         gamma: drafts verified with a row.
         drafter: who drafts: a script that is right in 7 of 10 cases, always or never, or n-grams.
+        lengths: whether all drafts are verified, or as many as random budgets allow: the likeliest
+            ones by what a script says of them; n-grams say nothing.
         chunk: tokens of a prefill step: a block, an odd number, half of the context, or everything.
         block_size: tokens of a block.
         pool: room for everybody, for about two, which then preempt one another, or for just one.
@@ -49,6 +52,7 @@ class Variant:
     depth: int = 0
     gamma: int = 0
     drafter: str = "none"
+    lengths: str = "all"
     chunk: str = "whole"
     block_size: int = 4
     pool: str = "loose"
@@ -61,6 +65,8 @@ class Variant:
     def possible(self) -> bool:
         """Whether the values go together."""
         if (self.gamma == 0) != (self.drafter == "none"):
+            return False
+        if self.gamma == 0 and self.lengths == "some":
             return False
         return self.company != "alone" or (self.pool == "loose" and self.grammars)
 

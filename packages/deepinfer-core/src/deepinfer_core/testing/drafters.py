@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
-from deepinfer_core.engine.drafting import DraftInputs, Entering
+from deepinfer_core.engine.drafting import DraftInputs, Entering, Proposed
 from deepinfer_core.interfaces import KernelBackend
 from deepinfer_core.model.state import StateSizes
 
@@ -41,6 +40,8 @@ class ScriptedDrafter:
             other sequences, drafts are 0.
         right: whether the draft for the token at a position of a request is right; a wrong one is
             another legal id. `right_with` makes one; adversarial is False everywhere.
+        confidence: what it says of the draft for a position of a request: the chance, before the
+            sigmoid, that it passes if those before it do. None where it says nothing.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class ScriptedDrafter:
         vocab_size: int,
         texts: Mapping[int, Sequence[int]],
         right: Callable[[int, int], bool] = lambda uid, position: True,
+        confidence: Callable[[int, int], float] | None = None,
     ):
         """Take the script."""
         self._num_drafts, self._vocab_size = num_drafts, vocab_size
-        self._texts, self._right = texts, right
+        self._texts, self._right, self._confidence = texts, right, confidence
 
     @property
     def num_drafts(self) -> int:
@@ -62,14 +64,20 @@ class ScriptedDrafter:
     def admit(self, entering: Entering) -> None:
         """The script says all there is to know."""
 
-    def propose(self, backend: KernelBackend, inputs: DraftInputs) -> Tensor:
+    def propose(self, backend: KernelBackend, inputs: DraftInputs) -> Proposed:
         """See `Drafter.propose`."""
-        drafts = [
-            [self._draft(uid, end + 1 + number) for number in range(self._num_drafts)]
+        places = [
+            (uid, end + 1 + number)
             for uid, end in zip(inputs.uids.tolist(), inputs.end.tolist(), strict=True)
+            for number in range(self._num_drafts)
         ]
-        ids = torch.tensor(drafts, dtype=torch.int64, device=inputs.uids.device)
-        return ids.view(len(drafts), self._num_drafts)
+        shape, device = (len(inputs.uids), self._num_drafts), inputs.uids.device
+        ids = torch.tensor([self._draft(*place) for place in places], device=device)
+        said = None
+        if self._confidence is not None:
+            values = [self._confidence(*place) for place in places]
+            said = torch.tensor(values, dtype=torch.float32, device=device).view(shape)
+        return Proposed(ids.long().view(shape), said)
 
     def _draft(self, uid: int, position: int) -> int:
         text = self._texts.get(uid, ())
@@ -110,7 +118,7 @@ class NgramDrafter:
         slots, positions, token_ids = entering.history
         self._tokens[slots, positions] = token_ids
 
-    def propose(self, backend: KernelBackend, inputs: DraftInputs) -> Tensor:
+    def propose(self, backend: KernelBackend, inputs: DraftInputs) -> Proposed:
         """See `Drafter.propose`."""
         tokens, slots, end = self._tokens, inputs.slots, inputs.end
         tokens[inputs.rows.slots, inputs.rows.positions] = inputs.fed
@@ -129,4 +137,4 @@ class NgramDrafter:
         period = (end - found).clamp(min=1).unsqueeze(1)
         source = found.unsqueeze(1) + 1 + (number - 1) % period
         drafts = known.gather(1, source.clamp(min=0, max=known.shape[1] - 1))
-        return torch.where((found >= 0).unsqueeze(1), drafts, 0)
+        return Proposed(torch.where((found >= 0).unsqueeze(1), drafts, 0))

@@ -9,6 +9,7 @@ import numpy as np
 
 from deepinfer_core.engine.loop import StepLoop
 from deepinfer_core.engine.step_ring import WorkerStepState
+from deepinfer_core.interfaces import VerifyPlanner
 from deepinfer_core.plans import StepPlan
 from deepinfer_core.scheduler import Scheduler, SchedulerLimits
 from deepinfer_core.testing.fake_device import FakeDevice
@@ -80,6 +81,7 @@ class DrivenLoop:
         depth: int = 2,
         *,
         revoke: Callable[[int], bool] = lambda ticket: False,
+        planner: VerifyPlanner | None = None,
         loop: dict[str, Any] | None = None,
         **device: Any,
     ) -> None:
@@ -88,12 +90,12 @@ class DrivenLoop:
         Args:
             limits: the scheduler's.
             depth: steps that may be unsettled.
-            revoke: the scheduler's.
+            revoke, planner: the scheduler's.
             loop: more arguments of `StepLoop`.
             device: those of `FakeDevice`.
         """
         self.limits, self.clock = limits, VirtualClock()
-        self.scheduler = Scheduler(limits, revoke=revoke)
+        self.scheduler = Scheduler(limits, revoke=revoke, planner=planner)
         settings = {"vocab_size": VOCAB, "depth": depth, **device}
         self.device = _RecordingDevice(limits, self.clock, **settings)
         self.device.plans = []

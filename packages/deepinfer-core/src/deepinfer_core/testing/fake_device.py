@@ -22,6 +22,7 @@ from deepinfer_core.plans import StepPlan, StepResult
 from deepinfer_core.scheduler import SchedulerLimits
 from deepinfer_core.testing.fake_model import Checks, FakeModel
 from deepinfer_core.testing.fake_sampler import Drafter
+from deepinfer_core.testing.fake_trim import Confidence
 from deepinfer_core.testing.input_ring import InputRing, InputSlot, result_arrays
 from deepinfer_core.testing.reference import mix
 from deepinfer_core.testing.virtual_clock import VirtualClock
@@ -78,6 +79,7 @@ class FakeDevice:
         depth: int = 2,
         vocab_size: int = 50,
         accepts: Drafter = 1.0,
+        confidence: Confidence | None = None,
         checks: Checks = "all",
     ) -> None:
         """Make an idle device.
@@ -92,7 +94,8 @@ class FakeDevice:
             jitter: step times vary by up to this share of themselves, below 1.
             seed: of the jitter.
             depth: steps the loop leaves unsettled; the ring has two slots more.
-            vocab_size, accepts, checks: as of `FakeModel`; `checks="none"` is for benchmarks.
+            vocab_size, accepts, confidence, checks: as of `FakeModel`; `checks="none"` is for
+                benchmarks.
         """
         if not 0 <= jitter < 1:
             raise ValueError(f"`jitter` is {jitter}; it must be at least 0 and below 1.")
@@ -109,7 +112,9 @@ class FakeDevice:
         self._busy: deque[_Step] = deque()  # steps whose ring slot is in use
         self._unsampled: _Step | None = None
         self._fault: AssertionError | None = None
-        self.model = FakeModel(limits, vocab_size=vocab_size, accepts=accepts, checks=checks)
+        self.model = FakeModel(
+            limits, vocab_size=vocab_size, accepts=accepts, confidence=confidence, checks=checks
+        )
         self._set_writable(False)
 
     # What a worker does

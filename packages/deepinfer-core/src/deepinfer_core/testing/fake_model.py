@@ -27,6 +27,7 @@ from deepinfer_core.plans import (
 from deepinfer_core.scheduler import SchedulerLimits
 from deepinfer_core.testing.fake_memory import BlockPool, StepSpan, ragged
 from deepinfer_core.testing.fake_sampler import Carry, Drafter, FakeSampler, Sampled
+from deepinfer_core.testing.fake_trim import Confidence, trimmed
 from deepinfer_core.testing.fake_windows import SlotWindows
 from deepinfer_core.testing.reference import chain_rows
 
@@ -54,6 +55,7 @@ class FakeModel:
         *,
         vocab_size: int = 50,
         accepts: Drafter = 1.0,
+        confidence: Confidence | None = None,
         poison: Callable[[SequenceMetadata], bool] | None = None,
         checks: Checks = "all",
     ) -> None:
@@ -64,13 +66,15 @@ class FakeModel:
             vocab_size: tokens are below this; at least 2.
             accepts: (uid, position) -> whether the draft for a position of a request is right, or
                 the share of right drafts; 0.0 is a drafter that is always wrong.
+            confidence: the chance of each draft if those before it pass; it has no influence on
+                what is right. None for a drafter that tells none: all drafts are equal then.
             poison: whether a sequence's values are not finite in a step; None for never.
             checks: "all" compares the whole prefix, "window" its last window, "none" nothing; the
                 tokens are the same.
         """
         self.limits, self.checks, self.poison = limits, checks, poison
         num_slots = limits.num_slots + limits.num_stored
-        self.sampler = FakeSampler(num_slots, limits.max_drafts, vocab_size, accepts)
+        self.sampler = FakeSampler(num_slots, limits.max_drafts, vocab_size, accepts, confidence)
         self.pools = {n: BlockPool(n, count, limits) for n, count in limits.num_blocks.items()}
         self._first_pool = next(iter(self.pools.values()))
         self.windows = SlotWindows(limits, num_slots)
@@ -91,9 +95,12 @@ class FakeModel:
         """
         assert self._open is None, "the sampling of the step before was not launched"
         self._enter(plan)
+        planned, lengths = plan.rows.num_drafts, self.sampler.lengths(plan)
+        if plan.trims:
+            plan = trimmed(plan, lengths)
         fed = self._correct(plan)
         self._poison(plan, fed)
-        sampled = self._compute(plan, fed)
+        sampled = self._compute(plan, fed, planned)
         for source, target in plan.output.window_saves:
             self._copy_slot(source, target)
         self._open = (plan, sampled)
@@ -103,7 +110,8 @@ class FakeModel:
         """Sample the step whose forward ran last, leave its carry, and return its result.
 
         Args:
-            masks: place in the plan -> [1 + drafts, ceil(V / 32)] int32 masks of allowed tokens.
+            masks: place in the plan -> [1 + drafts, ceil(V / 32)] int32 masks of allowed tokens,
+                of all drafts that the plan has, trimmed ones included.
         """
         assert self._open is not None, "sampling without a forward before it"
         plan, sampled = self._open
@@ -145,10 +153,14 @@ class FakeModel:
     def _enter(self, plan: StepPlan) -> None:
         """Check the plan by itself, then apply admissions, stored windows and table entries."""
         rows, output = plan.rows, plan.output
-        assert output.num_rows == int(rows.num_rows.sum()) == len(plan.token_ids), (
+        most, verify = int(rows.num_rows.sum()), rows.phase == _VERIFY
+        least = len(rows) if verify.all() else most  # drafts may be trimmed where all decode
+        assert least <= output.num_rows <= most == len(plan.token_ids), (
             f"step {output.step_seq} counts {output.num_rows} rows, its sequences "
-            f"{int(rows.num_rows.sum())}, its tokens {len(plan.token_ids)}"
+            f"{most}, its tokens {len(plan.token_ids)}"
         )
+        assert (rows.num_rows == 1 + rows.num_drafts)[verify].all(), "rows and drafts differ"
+        assert (rows.num_drafts <= self.limits.max_drafts).all(), "more drafts than there are"
         assert len(np.unique(rows.slot)) == len(rows), "two sequences share a slot"
         sources = rows.source[rows.source >= 0]
         assert len(np.unique(sources)) == len(sources), "two rows read the same carry"
@@ -242,7 +254,7 @@ class FakeModel:
 
     # Running the rows
 
-    def _compute(self, plan: StepPlan, fed: _Fed) -> Sampled:
+    def _compute(self, plan: StepPlan, fed: _Fed, planned: np.ndarray) -> Sampled:
         rows = plan.rows
         live = np.flatnonzero(fed.status == RowStatus.OK)
         start, slot, num_rows = fed.start[live], rows.slot[live], rows.num_rows[live]
@@ -277,16 +289,16 @@ class FakeModel:
         self.length[slot] = span.end  # sampling takes rejected drafts back
         every = np.zeros(len(fed.token_ids), dtype=np.uint64)
         every[alive] = hashes
-        return Sampled(fed.start, fed.status, fed.token_ids, every, self.owner[2, rows.slot])
+        tag = self.owner[2, rows.slot]
+        return Sampled(fed.start, fed.status, fed.token_ids, every, tag, planned)
 
     def _check_rows(self, plan: StepPlan) -> None:
         """Check that the numbers of a row fit each other."""
         rows = plan.rows
         verify = rows.phase == _VERIFY
         assert (rows.num_rows > 0).all(), "a sequence without rows"
-        assert (rows.num_rows == 1 + rows.num_drafts)[verify].all(), "rows and drafts differ"
+        assert int(rows.num_rows.sum()) == plan.output.num_rows, "the device chose other numbers"
         assert (rows.num_drafts[~verify] == 0).all(), "a chunk with drafts"
-        assert (rows.num_drafts <= self.limits.max_drafts).all(), "more drafts than there are"
         replay = rows.num_replay
         assert (replay[verify] == 0).all() and (replay < rows.num_rows).all(), (
             "replay without a computed row"

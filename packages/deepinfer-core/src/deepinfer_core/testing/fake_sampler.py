@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer_core.plans import PHASES, Admission, Logprobs, Phase, RowStatus, StepPlan, StepResult
+from deepinfer_core.testing.fake_trim import Confidence, best_lengths, survival_of
 from deepinfer_core.testing.reference import (
     allowed_token,
     logprob_of,
@@ -58,6 +59,7 @@ class Sampled:
         token_ids: [T] int64, tokens fed.
         hashes: [T] uint64, prefix hash after each of them; 0 in rows that failed.
         tag: [R] int64, stamps for the carry.
+        planned: [R] int64, drafts that the plan has of each sequence; fewer may have run.
     """
 
     start: np.ndarray
@@ -65,20 +67,30 @@ class Sampled:
     token_ids: np.ndarray
     hashes: np.ndarray
     tag: np.ndarray
+    planned: np.ndarray
 
 
 class FakeSampler:
     """Sampling state of the slots."""
 
-    def __init__(self, num_slots: int, num_drafts: int, vocab_size: int, accepts: Drafter) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        num_drafts: int,
+        vocab_size: int,
+        accepts: Drafter,
+        confidence: Confidence | None = None,
+    ) -> None:
         """Make it with no sequence in any slot; arguments as of `FakeModel`."""
         self.vocab_size, self.num_drafts, self.accepts = vocab_size, num_drafts, accepts
+        self._confidence = confidence
+        self._survival = np.ones((num_slots, num_drafts), dtype=np.float32)  # of the next drafts
         self._seed = np.zeros(num_slots, dtype=np.uint64)
         self._num_top = np.full(num_slots, -1, dtype=np.int64)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return the device state."""
-        return self._seed, self._num_top
+        return self._seed, self._num_top, self._survival
 
     def admit(self, slot: int, admission: Admission) -> None:
         """Take the settings of a sequence that enters a slot."""
@@ -86,10 +98,18 @@ class FakeSampler:
         asked = admission.params.logprobs
         self._num_top[slot] = -1 if asked is None else asked
 
+    def lengths(self, plan: StepPlan) -> np.ndarray:
+        """Return how many drafts of each sequence a step verifies: [R] int64."""
+        rows = plan.rows
+        if not plan.trims:
+            return rows.num_drafts
+        total = plan.output.num_rows - len(rows)
+        return best_lengths(self._survival[rows.slot], rows.num_drafts, total)
+
     def sample(
         self, plan: StepPlan, done: Sampled, masks: Mapping[int, np.ndarray]
     ) -> tuple[StepResult, Carry]:
-        """Return the result of a step and its carry."""
+        """Return the result of a step and its carry; `plan` is the step as it ran."""
         rows, status = plan.rows, done.status.copy()
         firsts = np.cumsum(rows.num_rows) - rows.num_rows
         verify = rows.phase == _VERIFY
@@ -99,7 +119,7 @@ class FakeSampler:
         hashes, seeds = done.hashes[places], self._seed[rows.slot]
         targets = next_token_rows(hashes, seeds[:, None], self.vocab_size)
         for row, mask in masks.items():
-            self._mask(targets[row], mask, int(rows.num_drafts[row]))
+            self._mask(targets[row], mask, int(done.planned[row]), int(rows.num_drafts[row]))
         fed = done.token_ids[places[:, 1:]]
         right = fed == targets[:, :-1]
         right &= np.arange(self.num_drafts) < rows.num_drafts[:, None]
@@ -114,6 +134,7 @@ class FakeSampler:
         tokens = targets[at_last]
         drafts = self._draft(mix_rows(hashes[at_last], tokens), seeds, rows.uid, length + 1)
         drafts[failed] = 0
+        survival = self._survive(rows.slot, rows.uid, length + 1, rows.samples & ~failed)
         tag = np.where(rows.samples & (status != RowStatus.BAD_SOURCE), done.tag, -1)
         carry = Carry(tag, length, np.concatenate((tokens[:, None], drafts), axis=1))
         result = StepResult(
@@ -122,18 +143,24 @@ class FakeSampler:
             num_tokens=np.where(rows.samples, accepted + 1, 0),
             status=status,
             start=done.start,
+            num_verified=rows.num_drafts.copy(),
             drafts=drafts if self.num_drafts else None,
+            survival=survival if self.num_drafts and rows.samples.any() else None,
             logprobs=self._logprobs(plan, hashes, targets),
             prompt_logprobs=self._prompt_logprobs(plan, done, firsts),
         )
         return result, carry
 
-    def _mask(self, targets: np.ndarray, mask: np.ndarray, num_drafts: int) -> None:
-        """Replace a row's targets by allowed ones, -1 where nothing is allowed."""
+    def _mask(self, targets: np.ndarray, mask: np.ndarray, planned: int, num_drafts: int) -> None:
+        """Replace a row's targets by allowed ones, -1 where nothing is allowed.
+
+        Masks come for all drafts that the plan has of a sequence.
+        """
         words = -(-self.vocab_size // 32)
-        assert mask.shape == (1 + num_drafts, words) and mask.dtype == np.int32, (
-            f"a mask is {mask.dtype} {mask.shape}; it must be int32 {(1 + num_drafts, words)}"
+        assert mask.shape == (1 + planned, words) and mask.dtype == np.int32, (
+            f"a mask is {mask.dtype} {mask.shape}; it must be int32 {(1 + planned, words)}"
         )
+        mask = mask[: 1 + num_drafts]
         bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), axis=1, bitorder="little")
         for place, allowed in enumerate(bits[:, : self.vocab_size].astype(bool)):
             token_id = allowed_token(int(targets[place]), allowed)
@@ -152,6 +179,21 @@ class FakeSampler:
             drafts[:, place] = token_ids
             states = mix_rows(states, token_ids)
         return drafts
+
+    def _survive(
+        self, slot: np.ndarray, uid: np.ndarray, first: np.ndarray, drafted: np.ndarray
+    ) -> np.ndarray | None:
+        """Keep what is thought of drafts for positions `first + i`, and return it: [R, drafts].
+
+        Args:
+            slot, uid, first: [R] int64. drafted: [R] bool, others keep what they had.
+        """
+        if self._confidence is None:
+            return None
+        positions = first[:, None] + np.arange(self.num_drafts)
+        survival = survival_of(self._confidence(uid[:, None], positions))
+        self._survival[slot[drafted]] = survival[drafted]
+        return survival
 
     def _right(self, uid: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return whether each draft is right, [R, drafts] bool."""

@@ -13,6 +13,7 @@ import numpy as np
 from deepinfer_core.plans import SequenceMetadata, StepPlan, StepResult
 from deepinfer_core.scheduler import SchedulerLimits, Scrub
 from deepinfer_core.testing.fake_model import FakeModel
+from deepinfer_core.testing.fake_trim import Confidence
 
 __all__ = ["FakeWorker"]
 
@@ -26,6 +27,7 @@ class FakeWorker:
         *,
         vocab_size: int = 50,
         accepts: Callable[[int, int], bool] = lambda uid, position: True,
+        confidence: Confidence | None = None,
         poison: Callable[[SequenceMetadata], bool] = lambda meta: False,
     ) -> None:
         """Make a worker with an empty cache.
@@ -34,6 +36,7 @@ class FakeWorker:
             limits: the scheduler's.
             vocab_size: tokens are below this.
             accepts: whether the draft for a position of a request is right.
+            confidence: as of `FakeModel`.
             poison: whether a sequence's values are not finite in a step.
         """
         self._accepts, self._poison = accepts, poison
@@ -41,6 +44,7 @@ class FakeWorker:
             limits,
             vocab_size=vocab_size,
             accepts=lambda uid, position: self._accepts(uid, position),
+            confidence=confidence,
             poison=lambda meta: self._poison(meta),
         )
         self._queue: deque[StepPlan] = deque()

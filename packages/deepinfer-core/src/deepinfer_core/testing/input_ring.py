@@ -114,7 +114,9 @@ class InputRing:
 def result_arrays(result: StepResult) -> list[np.ndarray]:
     """Return the arrays of a result, which lie in the step's slot."""
     found = [result.token_ids, result.num_tokens, result.status, result.start]
+    found += [result.num_verified]
     found += [] if result.drafts is None else [result.drafts]
+    found += [] if result.survival is None else [result.survival]
     if (slab := result.logprobs) is not None:
         found += [slab.rows, slab.num_top, slab.chosen, slab.best_ids, slab.best]
     return found

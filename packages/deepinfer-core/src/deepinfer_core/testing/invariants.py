@@ -13,6 +13,7 @@ from deepinfer_core.plans import Phase, RowStatus, StepKind
 from deepinfer_core.scheduler.chunk_work import ChunkWork
 from deepinfer_core.scheduler.sequence import Sequence
 from deepinfer_core.testing.invariants_memory import i1, i2, i4, i5, i6, i7, i18, i19, i25
+from deepinfer_core.testing.invariants_speculation import budgets, verified
 from deepinfer_core.testing.world import World
 from deepinfer_core.testing.world_requests import VOCAB
 from deepinfer_core.testing.world_watch import Fresh
@@ -182,6 +183,7 @@ def _live(world: World) -> list[tuple[int, Sequence]]:
 
 INVARIANTS: tuple[Callable[[World], None], ...] = (
     i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i18, i19, i20, i21, i22, i25,
+    budgets, verified,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from deepinfer_core.cpu.runtime import CpuRuntime
 from deepinfer_core.engine.drafting import Drafter
 from deepinfer_core.engine.step_ring import WorkerStepState
 from deepinfer_core.engine.worker import Worker
+from deepinfer_core.interfaces import Verifier
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
 from deepinfer_core.model.state import POOLS, ModelState, StateSizes
 from deepinfer_core.plans import (
@@ -102,6 +103,7 @@ class Rig:
         max_rows: int = 256,
         depth: int = 2,
         drafter: Drafter | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         """Make fresh state."""
         self.runtime = CpuRuntime(threads=threads)
@@ -116,12 +118,21 @@ class Rig:
         self.blocks = torch.randperm(count, generator=torch.Generator().manual_seed(7)).numpy()
         self.state = ModelState.allocate(model.config, self.backend, self.sizes)
         self.worker = Worker(
-            self.backend, model, self.state, max_rows=max_rows, depth=depth, drafter=drafter
+            self.backend,
+            model,
+            self.state,
+            max_rows=max_rows,
+            depth=depth,
+            drafter=drafter,
+            verifier=verifier,
         )
         self.step_seq = 0
 
     def plan(self, *parts: Part, **output: object) -> StepPlan:
-        """Return a step of these parts, and move the texts' bounds."""
+        """Return a step of these parts, and move the texts' bounds.
+
+        A smaller `num_rows` than the parts have leaves the choice of drafts to the verifier.
+        """
         rows, ids, extras = [], [], {}
         tables: list[int] = []
         for place, part in enumerate(parts):
@@ -140,9 +151,9 @@ class Rig:
         names = {name for row in rows for name in row}
         columns = {name: np.array([row.get(name, 0) for row in rows]) for name in names}
         kind = StepKind.DECODE if all(p.num_drafts is not None for p in parts) else StepKind.PREFILL
-        settings: dict[str, object] = {"strict": True, **output}
+        settings: dict[str, object] = {"num_rows": len(ids), "strict": True, **output}
         return StepPlan(
-            SchedulerOutput(self.step_seq, kind, len(ids), **settings),  # type: ignore[arg-type]
+            SchedulerOutput(self.step_seq, kind, **settings),  # type: ignore[arg-type]
             StepRows.of(len(parts), **columns),
             np.array(ids, dtype=np.int64),
             extras,

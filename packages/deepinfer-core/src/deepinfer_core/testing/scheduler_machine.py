@@ -19,7 +19,7 @@ from deepinfer_core.testing.world import World
 from deepinfer_core.testing.world_loop import LoopWorld
 from deepinfer_core.testing.world_requests import WISHES, Wish
 from deepinfer_core.testing.world_steps import StepWorld
-from deepinfer_core.testing.world_watch import CONFIGS, Config
+from deepinfer_core.testing.world_watch import CONFIGS, TIERS, Config
 
 __all__ = [
     "DISTURBANCES",
@@ -108,7 +108,9 @@ def draw_history(seed: int, number: int, length: int = 120) -> History:
     """Return the history of that number in the series of a seed."""
     draw = random.Random(f"{seed}/{number}")
     kind = draw.choice(("steps", "steps", "loop"))
-    config = Config(**_choices(draw, CONFIGS))
+    # budgets are a series of their own: all else of a history is the same without them
+    tier = random.Random(f"budget {seed}/{number}").choice(TIERS)
+    config = Config(**_choices(draw, CONFIGS), tier=tier)
     shares = {"submit": draw.choice((3, 6)), "run": 12, "disturb": draw.choice((0, 1, 4))}
     if kind == "steps":
         shares["part"] = draw.choice((0, 4, 12))

@@ -14,10 +14,13 @@ from dataclasses import replace
 from deepinfer_core.cache.block_pool import Owner, PoolExhausted
 from deepinfer_core.cache.block_table import num_blocks_for
 from deepinfer_core.errors import DuplicateRequest, RequestError
-from deepinfer_core.plans import SequenceMetadata, StepPlan, StepResult
+from deepinfer_core.plans import SequenceMetadata, StepKind, StepPlan, StepResult
 from deepinfer_core.scheduler.cost_model import CostModel
 from deepinfer_core.testing.fake_model import FakeModel
+from deepinfer_core.testing.fake_trim import Confidence, made_up_confidence
+from deepinfer_core.testing.planners import Asked, RandomPlanner, RecordingPlanner
 from deepinfer_core.testing.reference import logprob_of, mix
+from deepinfer_core.testing.world_records import Records
 from deepinfer_core.testing.world_requests import VOCAB, Known, Wish, known_request
 from deepinfer_core.testing.world_watch import (
     Allocations,
@@ -61,13 +64,23 @@ class World:
         self.shared: dict[int, Published] = {}  # by number of the node
         self.stalled = 0  # steps settled since something got further
         self.num_operations = 0
-        self.scheduler = WatchedScheduler(self, timed)
+        self.records = Records()
+        self.num_verified = 0  # drafts of settled steps
+        self.watched_planner: RecordingPlanner | None = None
+        if config.tier:
+            self.watched_planner = RecordingPlanner(RandomPlanner(config.blocks, config.tier))
+        self.scheduler = WatchedScheduler(self, timed, self.watched_planner)
         self.allocations = Allocations(self.scheduler)
 
     @property
     def now_ns(self) -> int:
         """The time."""
         raise NotImplementedError
+
+    @property
+    def confidence(self) -> Confidence | None:
+        """What the drafter says of its drafts, if anything."""
+        return made_up_confidence if self.config.tier else None
 
     def live(self) -> list[int]:
         """Return the requests that have not ended."""
@@ -80,11 +93,15 @@ class World:
 
     # What the scheduler tells
 
-    def planned(self, plan: StepPlan, before: Before) -> None:
-        """Note a plan and the blocks that it may touch."""
+    def planned(self, plan: StepPlan, before: Before, asked: Asked | None) -> None:
+        """Note a plan, the blocks that it may touch, and how its drafts were budgeted."""
         previous = self.unsettled[-1].plan if self.unsettled else None
         rows = tuple(self._named(meta) for meta in plan.sequences)
-        planned = Planned(plan, previous, rows, before)
+        if not plan.rows.num_drafts.any():
+            asked = None
+        records = () if asked is None else tuple(self.records.earlier(row.owner) for row in rows)
+        self.records.launched(plan)
+        planned = Planned(plan, previous, rows, before, asked, records)
         self.unsettled.append(planned)
         self.fresh.planned.append(planned)
 
@@ -107,6 +124,9 @@ class World:
         assert planned.plan is plan, "steps are settled out of order"
         settled = self.scheduler._roster.lanes.all.settled[plan.rows.slot].copy()
         self.fresh.settled.append(Settled(planned, result, settled))
+        self.records.settled(plan, result)
+        if plan.output.kind is StepKind.DECODE:
+            self.num_verified += int(result.num_verified.sum())
 
     def settled(self, plan: StepPlan) -> None:
         """Note whether an applied result brought something new."""

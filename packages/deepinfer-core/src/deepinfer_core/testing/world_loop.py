@@ -31,6 +31,7 @@ class LoopWorld(World):
             depth=2,
             vocab_size=VOCAB,
             accepts=right_drafts,
+            confidence=self.confidence,
         )
         self.model = self._device.model
         self.loop = StepLoop(

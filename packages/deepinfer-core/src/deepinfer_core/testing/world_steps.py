@@ -87,6 +87,7 @@ class StepWorld(World):
             self.limits,
             vocab_size=VOCAB,
             accepts=right_drafts,
+            confidence=self.confidence,
             poison=lambda meta: meta.uid in self.bad,
         )
         self._device = _Device(self.model)

@@ -15,6 +15,7 @@ from deepinfer_core.scheduler import Scheduler, SchedulerLimits, Scrub
 from deepinfer_core.scheduler.cost_model import CostModel
 from deepinfer_core.scheduler.decision import Ballot
 from deepinfer_core.scheduler.settlement import Settlement
+from deepinfer_core.testing.planners import Asked, RecordingPlanner
 from deepinfer_core.testing.world_requests import VOCAB
 from deepinfer_core.types import SequenceUpdate
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONFIGS",
+    "TIERS",
     "Allocations",
     "Before",
     "Config",
@@ -50,11 +52,16 @@ CONFIGS: Mapping[str, tuple[object, ...]] = {
     "step_budget_ns": (0, 0, 1500, 4000),
     "depth": (0, 1, 2, 2, 3),  # 2 at most in the loop
 }
+TIERS = (0, 0, 1, 4)
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is drawn for a world; `more` blocks are in one of the pools, `depth` is the loop's."""
+    """What is drawn for a world.
+
+    `more` blocks are in one of the pools, `depth` is the loop's. Random budgets of drafts, whose
+    steps have a multiple of `tier` rows; 0 verifies all.
+    """
 
     blocks: int
     more: int = 0
@@ -68,6 +75,7 @@ class Config:
     cache: bool = True
     step_budget_ns: int = 0
     depth: int = 2
+    tier: int = 0
 
     def limits(self) -> SchedulerLimits:
         """Return the scheduler's limits."""
@@ -109,12 +117,19 @@ class Before:
 
 @dataclass(frozen=True)
 class Planned:
-    """A launched step, and how things stood when it was planned."""
+    """A launched step, and how things stood when it was planned.
+
+    Args:
+        asked: how its drafts were budgeted, if they were.
+        records: of each row what a budget may know of it; None for nothing.
+    """
 
     plan: StepPlan
     previous: StepPlan | None
     rows: tuple[Named, ...]
     before: Before
+    asked: Asked | None
+    records: tuple[np.ndarray | None, ...]
 
 
 @dataclass(frozen=True)
@@ -147,18 +162,21 @@ class Ticket:
 class WatchedScheduler(Scheduler):
     """A scheduler that tells a world what it does."""
 
-    def __init__(self, world: World, cost_model: CostModel | None) -> None:
+    def __init__(
+        self, world: World, cost_model: CostModel | None, planner: RecordingPlanner | None
+    ) -> None:
         """Start with nothing to do."""
-        super().__init__(world.limits, cost_model, world.revoke)
-        self._world = world
+        super().__init__(world.limits, cost_model, world.revoke, planner)
+        self._world, self._asked = world, [] if planner is None else planner.asked
 
     def plan(self, kind: StepKind | None = None) -> StepPlan | None:
         """See `Scheduler.plan`."""
         model = None if self._cost is None else self._cost.model
+        self._asked.clear()
         before = Before(self.ballot(), self._roster.prefixes.num_available, model)
         plan = super().plan(kind)
         if plan is not None:
-            self._world.planned(plan, before)
+            self._world.planned(plan, before, self._asked[-1] if self._asked else None)
         return plan
 
     def settle(self, plan: StepPlan, result: StepResult) -> Settlement:

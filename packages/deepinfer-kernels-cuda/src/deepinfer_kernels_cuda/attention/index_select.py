@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def index_select(
     )  # fmt: skip
     sizes = {"positions": num_rows, "sequence": num_rows, "slots": num_rows, "sequence_slots": None}
     for name, size in sizes.items():
-        tensor = getattr(rows, name, None)
+        tensor: Any = getattr(rows, name, None)
         check_tensor(f"rows.{name}", tensor, shape=(size,), dtype=torch.int64, device=device)
     check_number("keys.ratio", keys.ratio, 1)
     check_number("top_k", top_k, 1)
