@@ -66,6 +66,19 @@ def test_entry_points_are_found_from_source_too(
     assert loader.targets(group)[name] == target
 
 
+@pytest.mark.parametrize("acceptance", ["target_noise", "rejection"])
+@pytest.mark.parametrize("policy", ["fixed", "threshold", "delayed"])
+def test_verifier_satisfies_its_protocols(policy: str, acceptance: str) -> None:
+    verifier_class = loader.load_class("deepinfer.verifier", "dspark")
+    verifier = verifier_class(policy=policy, acceptance=acceptance, num_drafts=5)
+    assert list(faults(verifier, interfaces.Verifier)) == []
+    assert list(faults(verifier.planner, interfaces.VerifyPlanner)) == []
+    assert list(faults(verifier.acceptor, interfaces.Acceptor)) == []
+    assert list(faults(verifier.calibration, interfaces.Calibration)) == []
+    assert issubclass(verifier_class.error, Exception)
+    assert loader.find_verifier() is verifier_class
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_backend_satisfies_its_protocols(name: str) -> None:
     backend_class = loader.load_class("deepinfer.kernels", name)

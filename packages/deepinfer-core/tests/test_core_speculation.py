@@ -119,6 +119,18 @@ def test_what_cannot_be_is_said(options: dict[str, Any], installed: bool, words:
         choose_drafts(EngineConfig(**options), MODEL, installed=installed)
 
 
+@pytest.mark.parametrize("options", [{"num_drafts": 2}, {"speculation_costs": "x.json"}])
+@pytest.mark.parametrize("installed", [True, False])
+def test_options_of_drafts_are_refused_where_nothing_drafts(
+    options: dict[str, Any], installed: bool
+) -> None:
+    off = {"speculation": "off"} if installed and "num_drafts" in options else {}
+    if installed and not off:
+        pytest.skip("costs without drafts are refused by the options themselves")
+    with pytest.raises(ConfigError, match=f"`{next(iter(options))}` is .*nothing is drafted"):
+        choose_drafts(EngineConfig(**options, **off), MODEL, installed=installed)
+
+
 def test_costs_belong_to_the_policy_that_looks_at_them() -> None:
     with pytest.raises(
         ConfigError, match=r"`speculation_costs` is 'x\.json', but `speculation` is"
@@ -156,10 +168,13 @@ def test_drafts_take_memory() -> None:
 
 
 def test_strict_requests_with_a_temperature_refuse_rejection_sampling() -> None:
-    target = engine(speculation="off")
-    reader = RequestReader(
-        EngineConfig(acceptance="rejection"), MODEL, limits=target.limits, encode=lambda text: [3]
-    )
+    asked = EngineConfig(acceptance="rejection")
+    off = engine(speculation="off")
+    reader = RequestReader(asked, MODEL, limits=off.limits, encode=lambda text: [3])
+    strict = SamplingParams(temperature=0.5, determinism="strict")
+    assert reader.read([3, 4], strict, 0).strict  # nothing is drafted there
+    target = engine(speculation="fixed")
+    reader = RequestReader(asked, MODEL, limits=target.limits, encode=lambda text: [3])
     with pytest.raises(RequestError, match="`acceptance` is 'rejection'"):
         reader.read([3, 4], SamplingParams(temperature=0.5, determinism="strict"), 0)
     assert reader.read([3, 4], SamplingParams(temperature=0, determinism="strict"), 0).strict

@@ -269,12 +269,14 @@ def test_masks_are_made_for_all_drafts_that_may_be_verified(monkeypatch):
 
 
 def test_planner_is_told_what_decode_steps_took():
-    driven = Driven(RandomPlanner(5), depth=2, step_time_ns=3000)
+    driven = Driven(RandomPlanner(5), depth=2, step_time_ns=300_000)
     driven.submit(make_request(1, max_tokens=20), make_request(2, max_tokens=20))
     driven.run()
     wanted = [p.output.num_rows for p in driven.plans if p.output.kind is StepKind.DECODE]
     assert [rows for rows, _ in driven.planner.observed] == wanted
-    assert {round(seconds * 1e9) for _, seconds in driven.planner.observed} == {3000}
+    times = [round(seconds * 1e9) for _, seconds in driven.planner.observed]
+    assert min(times) == 300_000  # from the end of one step to the end of the next: gaps count
+    assert times.count(300_000) > len(times) / 2
 
 
 def test_record_of_a_trimmed_step_has_the_drafts_that_it_verifies():

@@ -289,3 +289,23 @@ def test_device_gives_the_same_outcome_and_can_be_captured() -> None:
         )
     graph.replay()
     assert captured.token_ids.equal(found.token_ids)
+
+
+def test_a_draft_that_its_own_distribution_excludes_is_refused() -> None:
+    """Such as of a drafter whose values are not finite: it claims no distribution at all."""
+    vocab_size = 6
+    pt = torch.full((1, 2, vocab_size), 1 / vocab_size)
+    pd = torch.zeros(1, 1, vocab_size)
+    seen = set()
+    for seed in range(40):
+        found = Rejection().accept(
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.ones(1, dtype=torch.int32),
+            torch.zeros(1, 2, dtype=torch.int64),
+            seeds=torch.tensor([[seed, 0]]),
+            positions=torch.tensor([5]),
+            probabilities=(pd, pt),
+        )
+        assert int(found.num_accepted) == 0
+        seen.add(int(found.token_ids[0, 0]))
+    assert len(seen) == vocab_size  # the target's own distribution

@@ -192,10 +192,16 @@ def test_outliers_correct_nothing() -> None:
     assert online.table != TABLE
 
 
-def test_rows_beyond_the_table_correct_its_last_size() -> None:
+def test_rows_outside_the_table_correct_nothing() -> None:
     online = OnlineCosts(TABLE)
     online.observe(48, 22.0)  # predicted: 11
-    assert online.table.seconds[-1] == pytest.approx(7.0 * 1.05)
+    assert online.table == TABLE
+    bare = CostTable((4, 8), (1.0, 2.0))
+    online = OnlineCosts(bare)
+    online.observe(3, 2.0)  # no captured size serves it
+    assert online.table == bare
+    online.observe(4, 2.0)
+    assert online.table != bare
 
 
 def test_warning_names_size_and_times_and_comes_once_in_a_thousand_steps() -> None:

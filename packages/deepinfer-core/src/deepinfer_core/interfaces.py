@@ -894,6 +894,15 @@ class Verifier(Protocol):
     def has_costs(self) -> bool:
         """Whether a cost table is in use; without one `delayed` verifies all drafts."""
 
+    @staticmethod
+    def write_costs(
+        path: str,
+        samples: Mapping[int, Sequence[float]],
+        *,
+        fingerprint: Mapping[str, str | int],
+    ) -> None:
+        """Store a table of measured steps, rows -> seconds of each, for the keyword `costs`."""
+
 
 # Placement of experts
 

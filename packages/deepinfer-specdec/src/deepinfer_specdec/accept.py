@@ -133,8 +133,9 @@ class Rejection:
         of_draft = draft_chance.gather(2, at_drafts)[:, :, 0]
         places = torch.arange(num_drafts, device=drafts.device)
         u = chances(seeds, positions[:, None] + places, ACCEPT)
-        # The same as u < pt / pd, without a division by 0. What is certain always stands.
-        num_accepted = _prefix(u * of_draft < of_target, lengths)
+        # The same as u < pt / pd, without a division by 0. What is certain always stands; a draft
+        # that its own distribution excludes was not drawn from it and says nothing.
+        num_accepted = _prefix((u * of_draft < of_target) & (of_draft > 0), lengths)
 
         all_stand = num_accepted == lengths
         full = _row(target_chance, num_accepted)

@@ -27,6 +27,7 @@ BAD_INPUT = 2
 
 # Below, an ECE of about 1 % is within what chance does.
 _ENOUGH_BLOCKS = 20_000
+_LARGEST = 1e30  # of a logit: beyond, sums overflow
 _EPILOG = """examples:
   deepinfer-specdec simulate
   deepinfer-specdec simulate --rows 16,60 --policies fixed-5,delayed,group-k --ranks 8
@@ -109,9 +110,8 @@ def _add_simulate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verb.add_argument(
         "--accepted-length",
         type=float,
-        default=3.29,
         help="mean tokens of a step when all drafts are verified, with the one after them "
-        "(default: 3.29)",
+        "(default: 3.29 of 5 drafts, and in proportion of others)",
     )
     verb.add_argument(
         "--noise",
@@ -199,8 +199,12 @@ def _simulate(options: argparse.Namespace, arguments: Sequence[str] | None) -> N
         if options.measured is not None:
             point = MeasuredPoint.load(options.measured)
             loads = options.rows or (point.requests,)
+        accepted_length = options.accepted_length
+        if accepted_length is None:
+            accepted_length = 1 + 2.29 * drafts / 5
+        named = (f"fixed-{drafts}" if name == "fixed-5" else name for name in DEFAULT_POLICIES)
         policies = options.policies or tuple(
-            f"fixed-{drafts}" if name == "fixed-5" else name for name in DEFAULT_POLICIES
+            dict.fromkeys(name for name in named if name != "fixed-3" or drafts >= 3)
         )
         asked = Sweep(
             loads=loads,
@@ -210,7 +214,7 @@ def _simulate(options: argparse.Namespace, arguments: Sequence[str] | None) -> N
             seed=options.seed,
             traffic=Traffic(
                 num_drafts=drafts,
-                accepted_len=options.accepted_length,
+                accepted_len=accepted_length,
                 noise=options.noise,
                 drift_correlation=options.drift_correlation,
             ),
@@ -301,7 +305,7 @@ def _block(place: str, line: str) -> tuple[list[float], int]:
         raise _CommandError(message, BAD_INPUT)
     values, count = block["logits"], block["accepted"]
     fits = isinstance(values, list) and values and all(type(v) in (int, float) for v in values)
-    if not fits or not np.isfinite(np.array(values, np.float64)).all():
+    if not fits or not all(abs(v) < _LARGEST for v in values):  # not NaN either
         message = f"{place}: `logits` is {values!r}; it must be a list of finite numbers."
         raise _CommandError(message, BAD_INPUT)
     if type(count) is not int or not 0 <= count <= len(values):

@@ -182,7 +182,7 @@ class CostTable:
                 tuple(content["graph_rows"]),
                 content["fingerprint"],
             )
-        except CostTableError as error:
+        except (CostTableError, OverflowError) as error:
             raise _fault(path, f"holds no table. {error}") from error
 
 

@@ -69,9 +69,12 @@ class OnlineCosts:
 
         Args:
             rows: of the step, padding included or not.
-            seconds: of the whole cycle. One that is not finite and above 0 is passed over.
+            seconds: of the whole cycle. One that is not finite and above 0 is passed over, and one
+                of a size outside the table, which says nothing about those in it.
         """
-        if not (math.isfinite(seconds) and seconds > 0):
+        first, last = self._base.rows[0], self._base.rows[-1]
+        inside = rows <= last and (rows >= first or first in self._base.graph_rows)
+        if not (math.isfinite(seconds) and seconds > 0 and inside):
             return
         tier = self._base.tier(rows)
         index = min(bisect_left(self._base.rows, tier), len(self._ratios) - 1)

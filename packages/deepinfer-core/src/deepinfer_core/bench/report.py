@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["device_name", "print_table", "report"]
+from deepinfer_core.errors import OutputError
+
+__all__ = ["check_writable", "device_name", "print_table", "report"]
 
 
 def device_name() -> str:
@@ -29,6 +31,17 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
     for line in lines:
         first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         print("  ".join((line[0].ljust(len(first)), *rest)))
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise `OutputError` unless a file can be written, before what goes there is measured."""
+    if path is None:
+        return
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK) or not place.exists():
+        raise OutputError(
+            f"`{path}` cannot be written. Choose a file in a folder that exists and is writable."
+        )
 
 
 def report(name: str, figures: Mapping[str, object], out: Path | None) -> None:

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer_core.bench.report import print_table, report
+from deepinfer_core.bench.report import check_writable, print_table, report
 from deepinfer_core.bench.speculation_prompts import knows_tasks, prompts_of
 from deepinfer_core.bench.speculation_run import Calibration, DecodeMeter, opened
 from deepinfer_core.bench.step_costs import REPEATS, StepCosts, measure_costs
 from deepinfer_core.config import EngineConfig
-from deepinfer_core.engine.speculation import choose_drafts
+from deepinfer_core.engine.speculation import choose_drafts, plan_speculation
 from deepinfer_core.errors import ConfigError, DeepInferError, OutputError
-from deepinfer_core.loader import find_verifier
+from deepinfer_core.loader import find_backend, find_verifier
 from deepinfer_core.model import nano
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.hub import resolve_model
@@ -68,6 +68,11 @@ class Asked:
             raise ConfigError(
                 "`costs` names measured costs, and `profile` or `save` asks for measuring them. "
                 "Leave one of them out."
+            )
+        if self.costs is not None and "delayed" not in self.policies:
+            raise ConfigError(
+                f"`costs` is {self.costs!r}, but no policy looks at costs: they are "
+                f"{', '.join(self.policies)}. Add `delayed`, or leave `costs` out."
             )
         if self.save is not None and len(self.loads) > 1:
             raise ConfigError(
@@ -151,9 +156,11 @@ def bench_speculation(config: EngineConfig, asked: Asked, out: Path | None = Non
 
     Raises:
         ConfigError: an option does not fit the model or what is installed.
-        OutputError: the costs cannot be stored.
+        OutputError: the costs or the JSON line cannot be stored.
         DeepInferError: a request failed, or texts of strict requests are not those of `off`.
     """
+    check_writable(asked.save)
+    check_writable(out)
     bench = _Bench.of(config, asked)
     costs = bench.measured_costs() if asked.measures else None
     if costs is not None:
@@ -192,6 +199,10 @@ class _Bench:
             for rule in asked.acceptances:
                 wanted = bench._config(policy, rule, 1, None)
                 choose_drafts(wanted, bench.model, installed=bench.verifier_class is not None)
+                if policy == "delayed" and asked.costs is not None:
+                    wanted = bench._config(policy, rule, 1, asked.costs)
+                    backend = find_backend(config.accelerator, config.numerics)
+                    plan_speculation(wanted, bench.model, backend, folder, bench.verifier_class)
         return bench
 
     def measured_costs(self) -> StepCosts:
@@ -252,6 +263,8 @@ class _Bench:
             "speculation_costs": costs,
             "max_sequences": load,
         }
+        if policy == "off":
+            wanted["num_drafts"] = None
         return EngineConfig(**{**self.config.model_dump(exclude_unset=True), **wanted})
 
     def _write(self, costs: StepCosts, load: int, path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from deepinfer_core.bench.report import device_name, print_table, report
+from deepinfer_core.bench.report import check_writable, device_name, print_table, report
 from deepinfer_core.bench.whole_texts import open_model
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.engine import set_threads
@@ -100,6 +100,8 @@ def bench_startup(
         ConfigError: an option does not fit, or the fit is rejected; nothing is stored then.
         OutputError: the model cannot be written.
     """
+    check_writable(save)
+    check_writable(out)
     parts = {"import": import_ns}
     bench = _Bench.start(config, grid, parts)
     print_table(("start-up", "ms"), [(name, f"{ns / _MS:.1f}") for name, ns in parts.items()])

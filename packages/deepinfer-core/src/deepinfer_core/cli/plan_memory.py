@@ -18,6 +18,7 @@ _ENGINE = (
     "max_model_len",
     "speculation",
     "num_drafts",
+    "acceptance",
 )
 
 

@@ -134,7 +134,7 @@ class Forward:
         broken = torch.zeros_like(targets, dtype=torch.bool)
         broken[sampled.owner, sampled.offset] = chosen.status != 0
         accepted, token_ids = self._verification.accept(
-            backend, logits, sampled, settings, targets, broken, inputs, forward.lengths
+            step, backend, logits, sampled, settings, targets, broken, inputs, forward.lengths
         )
         at_end = broken.gather(1, accepted.unsqueeze(1)).squeeze(1)
         status = (at_end | forward.unsound).long() * RowStatus.NON_FINITE

@@ -95,6 +95,7 @@ class StepLoop:
         self._inbox: deque[tuple[Future[Any], Callable[[], object]]] = deque()
         self._after_idle = True
         self._last_settled_ns = 0
+        self._last_forward = (0, 0)  # number and end of the last settled step, on the device
         self._fault: tuple[int, str] | None = None  # the last step that failed, and how
         self._num_empty = 0  # iterations in a row that had requests and did nothing
         self._dead: StuckStep | None = None
@@ -272,7 +273,10 @@ class StepLoop:
         record, plan = launched.record, launched.ticket.plan
         if record.device is not None:
             begin, end = record.device.forward
-            self.scheduler.observe(settlement.step, end - begin)
+            forward_ns = end - begin - record.device.stalled_ns
+            self.scheduler.observe(
+                settlement.step, forward_ns, self._cycle_ns(record) or forward_ns
+            )
         self.records.judge(record)
         self.metrics.observe_step(record)
         self.metrics.observe_settled(plan, settlement.result, settlement.survival, settlement.kept)
@@ -285,6 +289,17 @@ class StepLoop:
             warnings.warn(report, RuntimeWarning, stacklevel=2)
         if self.watcher is not None:
             self.watcher(record, settlement)
+
+    def _cycle_ns(self, record: StepRecord) -> int | None:
+        """Return the time from the end of the step before to the end of this one, on the device.
+
+        None where there was none just before, or it waited for masks.
+        """
+        device = record.device
+        assert device is not None, "asked of a step whose times are known"
+        before, self._last_forward = self._last_forward, (record.step_seq, device.forward[1])
+        follows = before[0] == record.step_seq - 1 and not record.after_idle
+        return device.forward[1] - before[1] if follows and not device.stalled_ns else None
 
     def _wind_down(self, updates: list[SequenceUpdate]) -> None:
         """Settle all steps in order, tell their clients, and return every resource."""

@@ -73,7 +73,8 @@ class RequestReader:
                 "'normal', or the backend `cpu`.",
                 param="determinism",
             )
-        if strict and self._config.acceptance == "rejection" and params.temperature > 0:
+        rejects = self._config.acceptance == "rejection" and self._limits.max_drafts > 0
+        if strict and rejects and params.temperature > 0:
             raise RequestError(
                 f"`determinism` is 'strict' and `temperature` is {params.temperature:g}, but the "
                 "engine's `acceptance` is 'rejection', under which texts depend on what was "

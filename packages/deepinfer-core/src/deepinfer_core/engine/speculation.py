@@ -53,6 +53,13 @@ def choose_drafts(config: EngineConfig, model: ModelConfig, *, installed: bool) 
     if policy is None:
         policy = "delayed" if drafts and installed else "off"
     if policy == "off":
+        for name in ("num_drafts", "speculation_costs"):
+            if (value := getattr(config, name)) is not None:
+                raise ConfigError(
+                    f"`{name}` is {value!r}, but nothing is drafted: `speculation` is off"
+                    f"{'' if config.speculation else ', as the model or the installation cannot'}. "
+                    "Leave it out."
+                )
         return policy, 0
     if not drafts:
         raise ConfigError(
@@ -121,6 +128,8 @@ def fingerprint(
         "device": _device_name(backend),
         "backend": backend.name,
         "numerics": config.numerics,
+        "determinism": config.determinism,
+        "acceptance": config.acceptance,
         "num_drafts": num_drafts,
     }
 

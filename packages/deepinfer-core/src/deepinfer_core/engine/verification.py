@@ -76,8 +76,14 @@ class Picks:
         settings = self._sampler.settings(rows, self._needs)
         if self._rejection:
             settings = settings.of_stream(_DRAFT_STREAM, self._end)
-            self._chances.append(self._backend.probabilities(logits, settings))
-        return self._backend.sample(logits, settings).token_ids
+        sampled = self._backend.sample(logits, settings)
+        if self._rejection:
+            chances = self._backend.probabilities(logits, settings)
+            # Logits that are not finite have no distribution: the draft is a token for certain.
+            place = sampled.token_ids.unsqueeze(1)
+            own = torch.where(sampled.status.unsqueeze(1) != 0, 1.0, chances.gather(1, place))
+            self._chances.append(chances.scatter(1, place, own))
+        return sampled.token_ids
 
     def chances(self, drafts: Tensor, vocab_size: int) -> Tensor:
         """Return what drafts [R, g] were drawn from: [R, g, V] float32."""
@@ -158,6 +164,7 @@ class Verification:
 
     def accept(
         self,
+        step: StagedStep,
         backend: KernelBackend,
         logits: Tensor,
         rows: SampledRows,
@@ -170,12 +177,13 @@ class Verification:
         """Return (drafts that stand [R], the tokens yielded [R, 1 + drafts]), int64.
 
         Args:
+            step: what ran.
             logits: [N, V] of the rows. rows, settings: how they were sampled.
             targets: [R, 1 + drafts] int64, what the target said. broken: [R, 1 + drafts] bool.
             inputs: what was fed. lengths: [R] int64, drafts verified.
         """
         drafts = inputs.fed[:, 1:]
-        if self._chances is None or self._verifier is None:
+        if self._chances is None or self._verifier is None or not step.num_draft_columns:
             return num_accepted(targets, broken, drafts, lengths), targets
         chances = torch.zeros(*targets.shape, self._vocab_size, device=targets.device)
         chances[rows.owner, rows.offset] = backend.probabilities(logits, settings)

@@ -235,13 +235,13 @@ class Scheduler:
             if not selection.prefill_rows.ended:  # else somebody made room by ending: look again
                 return None
 
-    def observe(self, step: UnsettledStep, forward_ns: int) -> None:
-        """Take the time that a settled step's forward pass took on the device.
+    def observe(self, step: UnsettledStep, forward_ns: int, cycle_ns: int) -> None:
+        """Take the time that a settled step took: its forward pass, and from end to end.
 
         It corrects the cost model of chunks that were sized by time, and the planner's of decoding.
         """
         if self._planner is not None and step.plan.output.kind is StepKind.DECODE:
-            self._planner.observe(step.plan.output.num_rows, forward_ns * 1e-9)
+            self._planner.observe(step.plan.output.num_rows, cycle_ns * 1e-9)
         if self._cost is not None and step.work is not None:
             self.totals.predicted_ns += step.predicted_ns
             self.totals.measured_ns += forward_ns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,6 +126,16 @@ class ScriptedVerifier:
     calibration: PlainCalibration = field(default_factory=PlainCalibration)
     error: type[Exception] = ValueError
     has_costs: bool = False
+
+    @staticmethod
+    def write_costs(
+        path: str,
+        samples: Mapping[int, Sequence[float]],
+        *,
+        fingerprint: Mapping[str, str | int],
+    ) -> None:
+        """Refuse: nothing is measured for it."""
+        raise AssertionError("a scripted verifier has no costs")
 
     @property
     def acceptor(self) -> Acceptor:

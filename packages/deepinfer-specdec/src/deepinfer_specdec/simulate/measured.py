@@ -60,7 +60,7 @@ class MeasuredPoint:
             pairs = zip(content["rows"], content["seconds"], strict=True)
             samples = {int(rows): [float(seconds)] for rows, seconds in pairs}
             table = CostTable.of(samples, graph_rows=tuple(sorted(samples)))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CostTableError(f"`{path}` has no times by rows: {error}.") from error
         return cls(table, int(content["requests"]), int(content["num_drafts"]), float(numbers[2]))
 
