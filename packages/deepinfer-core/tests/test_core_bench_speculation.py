@@ -19,7 +19,7 @@ from deepinfer_core.bench.make_checkpoint import demo_config, write_checkpoint
 from deepinfer_core.bench.speculation import Asked, Cell, bench_speculation
 from deepinfer_core.bench.speculation_prompts import prompts_of
 from deepinfer_core.bench.speculation_run import DecodeMeter, opened
-from deepinfer_core.bench.step_costs import measure_costs, sizes_of
+from deepinfer_core.bench.step_costs import StepCosts, measure_costs, sizes_of
 from deepinfer_core.cli import main
 from deepinfer_core.engine.records import StepRecord
 from deepinfer_core.engine.step_ring import DeviceTimes
@@ -322,6 +322,27 @@ def test_another_text_in_strict_mode_is_an_error(
         bench_speculation(config_of(folder, determinism="strict"), asked)
 
 
+def test_each_rule_is_measured_with_costs_of_its_own(
+    folder: Path, verifier: type[Verifier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table names its rule, and an engine of the other one refuses it."""
+    used = []
+
+    def measure(config: EngineConfig, *_: object) -> StepCosts:
+        return StepCosts({1: {1: [0.1], 2: [0.2]}}, {"acceptance": config.acceptance})
+
+    def cell(self: object, policy: str, rule: str | None, load: int, costs: StepCosts) -> Cell:
+        used.append((policy, rule, costs and costs.fingerprint["acceptance"]))
+        return Cell(policy, rule, load, 1, 1.0, 1.0, 10.0, 1.0, None, ())
+
+    monkeypatch.setattr(speculation, "measure_costs", measure)
+    monkeypatch.setattr(speculation._Bench, "_cell", cell)
+    both = ("target_noise", "rejection")
+    asked = Asked(loads=(1,), policies=("off", "delayed"), acceptances=both)
+    bench_speculation(config_of(folder), asked)
+    assert used == [("off", None, None), *(("delayed", rule, rule) for rule in both)]
+
+
 def test_rejection_is_compared_with_target_noise(capfd: pytest.CaptureFixture[str]) -> None:
     one = Cell("fixed", "target_noise", 4, 9, 5.0, 3.0, 100.0, 1.0, None, ((1,),))
     other = replace(one, acceptance="rejection", accepted_len=3.3, tokens_per_second=110.0)
@@ -339,6 +360,8 @@ def test_costs_are_given_or_measured() -> None:
         Asked(loads=(1,), costs="file", profile=True)
     with pytest.raises(ConfigError, match="`save` stores the costs of one load, but there are 2"):
         Asked(loads=(1, 4), save=Path("file"))
+    with pytest.raises(ConfigError, match="`save` stores the costs under one rule"):
+        Asked(loads=(1,), acceptances=("target_noise", "rejection"), save=Path("file"))
     assert Asked(loads=(1,)).measures
     assert not Asked(loads=(1,), costs="file").measures
     assert not Asked(loads=(1,), policies=("off", "fixed")).measures

@@ -80,6 +80,12 @@ class Asked:
                 f"{', '.join(map(str, self.loads))}. Steps of as many rows take longer the more "
                 "sequences they have. Ask for the load that the engine will have."
             )
+        if self.save is not None and len(self.acceptances) > 1:
+            raise ConfigError(
+                f"`save` stores the costs under one rule, but `acceptance` has "
+                f"{len(self.acceptances)}: {', '.join(self.acceptances)}. Ask for the rule that "
+                "the engine will have."
+            )
 
     @property
     def measures(self) -> bool:
@@ -162,9 +168,9 @@ def bench_speculation(config: EngineConfig, asked: Asked, out: Path | None = Non
     check_writable(asked.save)
     check_writable(out)
     bench = _Bench.of(config, asked)
-    costs = bench.measured_costs() if asked.measures else None
-    if costs is not None:
-        _print_costs(costs)
+    costs = bench.measured_costs() if asked.measures else {}
+    for rule, measured in costs.items():
+        _print_costs(rule, measured)
     cells = bench.cells(costs)
     _print_cells(cells)
     _print_rejection(cells)
@@ -175,7 +181,7 @@ def bench_speculation(config: EngineConfig, asked: Asked, out: Path | None = Non
         "tokens": asked.tokens,
         "prompts": asked.prompts,
         "cells": [_figures(cell, cells) for cell in cells],
-        "costs": [] if costs is None else _cost_figures(costs),
+        "costs": [line for rule, each in costs.items() for line in _cost_figures(rule, each)],
     }
     report("speculation", figures, out)
     if config.determinism == "strict":
@@ -205,26 +211,30 @@ class _Bench:
                     plan_speculation(wanted, bench.model, backend, folder, bench.verifier_class)
         return bench
 
-    def measured_costs(self) -> StepCosts:
-        """Measure what steps cost at each load, and store it if asked."""
-        asked = self.asked
-        config = self._config("fixed", asked.acceptances[0], max(asked.loads), None)
-        verifier_class = self._installed()
+    def measured_costs(self) -> Mapping[str, StepCosts]:
+        """Measure what steps cost at each load, by rule of acceptance, and store it if asked."""
+        asked, verifier_class = self.asked, self._installed()
         prompts = prompts_of(self.folder, self.model, 2 * max(asked.loads), _WARM_UP_SEED)
         params = self._params(0, tokens=_PROFILE_TOKENS, endless=True)
-        costs = measure_costs(config, verifier_class, asked.loads, prompts, params)
-        if asked.save is not None:
-            self._write(costs, asked.loads[0], asked.save)
-            print(f"stored in {asked.save}")
+        costs = {}
+        for rule in asked.acceptances:
+            config = self._config("fixed", rule, max(asked.loads), None)
+            costs[rule] = measure_costs(config, verifier_class, asked.loads, prompts, params)
+            if asked.save is not None:
+                self._write(costs[rule], asked.loads[0], asked.save)
+                print(f"stored in {asked.save}")
         return costs
 
-    def cells(self, costs: StepCosts | None) -> list[Cell]:
+    def cells(self, costs: Mapping[str, StepCosts]) -> list[Cell]:
         """Measure every policy at every load, load by load."""
         found = []
         for load in self.asked.loads:
             for policy in self.asked.policies:
                 rules = (None,) if policy == "off" else self.asked.acceptances
-                found += [self._cell(policy, rule, load, costs) for rule in rules]
+                found += [
+                    self._cell(policy, rule, load, None if rule is None else costs.get(rule))
+                    for rule in rules
+                ]
         return found
 
     def _cell(self, policy: str, rule: str | None, load: int, costs: StepCosts | None) -> Cell:
@@ -314,7 +324,7 @@ def _check_texts(cells: Sequence[Cell]) -> None:
             )
 
 
-def _print_costs(costs: StepCosts) -> None:
+def _print_costs(rule: str, costs: StepCosts) -> None:
     header = ("load", "rows", "ms", "ms per draft")
     lines = []
     for load, sizes in costs.seconds.items():
@@ -323,7 +333,7 @@ def _print_costs(costs: StepCosts) -> None:
             ms = statistics.median(seconds) * 1e3
             slope = "-" if rows == load else f"{(ms - first) / (rows - load):.3f}"
             lines.append((load, rows, f"{ms:.2f}", slope))
-    print(f"costs of decode steps, medians of {REPEATS} or more:")
+    print(f"costs of decode steps under {rule}, medians of {REPEATS} or more:")
     print_table(header, lines)
 
 
@@ -386,9 +396,10 @@ def _figures(cell: Cell, cells: Sequence[Cell]) -> Mapping[str, object]:
     }
 
 
-def _cost_figures(costs: StepCosts) -> list[Mapping[str, object]]:
+def _cost_figures(rule: str, costs: StepCosts) -> list[Mapping[str, object]]:
     return [
         {
+            "acceptance": rule,
             "load": load,
             "rows": rows,
             "steps": len(seconds),

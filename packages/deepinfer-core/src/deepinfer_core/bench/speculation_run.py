@@ -67,9 +67,8 @@ class DecodeMeter:
         self.verified += int(result.num_verified[kept > 0].sum())
         self.tokens += int(kept.sum())
         if settlement.survival is not None:
-            survival, known = settlement.survival
-            whole = known & (kept == result.num_tokens)
-            self._metrics.observe(settlement.step.plan, result, survival, whole)
+            whole = kept == result.num_tokens
+            self._metrics.observe(settlement.step.plan, result, *settlement.survival, whole)
 
     def calibration(self) -> Calibration | None:
         """Return how good the drafter's chances were; None without any."""

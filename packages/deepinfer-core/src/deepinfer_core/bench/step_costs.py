@@ -34,14 +34,6 @@ class StepCosts:
     seconds: Mapping[int, Mapping[int, Sequence[float]]]
     fingerprint: Mapping[str, str | int]
 
-    def merged(self) -> dict[int, list[float]]:
-        """Return rows -> seconds of the steps at all loads."""
-        found: dict[int, list[float]] = {}
-        for sizes in self.seconds.values():
-            for rows, seconds in sizes.items():
-                found.setdefault(rows, []).extend(seconds)
-        return found
-
 
 def sizes_of(load: int, num_drafts: int) -> tuple[int, ...]:
     """Return the numbers of drafts to measure steps of `load` sequences with: 0 .. all of them."""
