@@ -10,7 +10,7 @@ import nox
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["tests", "integration", "lint", "types"]
+nox.options.sessions = ["tests", "migration", "integration", "lint", "types"]
 
 PACKAGES = sorted(p.parent.name for p in Path("packages").glob("*/pyproject.toml"))
 MAX_WHEEL_BYTES = 20 * 10**6
@@ -52,6 +52,13 @@ def tests(session: nox.Session, package: str) -> None:
     """One member's tests against that member and its declared dependencies only."""
     sync(session, "--package", package, "--group", "test")
     pytest(session, f"packages/{package}/tests")
+
+
+@nox.session
+def migration(session: nox.Session) -> None:
+    """The planner's tests that need its extra `torch`: experts move between processes."""
+    sync(session, "--package", "deepinfer-eplb", "--extra", "torch", "--group", "test")
+    pytest(session, "packages/deepinfer-eplb/tests/migration")
 
 
 @nox.session
@@ -102,6 +109,7 @@ def build(session: nox.Session) -> None:
         ("deepinfer", "demo"),
         ("deepseek-recipe", "defaults", "--profile", "v41"),
         ("deepinfer-specdec", "simulate", "--rows", "4", "--steps", "20", "--ranks", "2"),
+        ("deepinfer-eplb", "simulate", "--regimes", "drift", "--layers", "1", "--intervals", "4"),
     ):
         session.run(*command, env={"PYTHONPATH": None})
     alone(session, next(wheel for wheel in wheels if wheel.name.startswith("deepseek_recipe-")))

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
 
 from deepinfer_core import interfaces, loader
@@ -77,6 +78,15 @@ def test_verifier_satisfies_its_protocols(policy: str, acceptance: str) -> None:
     assert list(faults(verifier.calibration, interfaces.Calibration)) == []
     assert issubclass(verifier_class.error, Exception)
     assert loader.find_verifier() is verifier_class
+
+
+def test_planner_satisfies_its_protocols() -> None:
+    planner = loader.load_class("deepinfer.planner", "eplb")()
+    assert list(faults(planner, interfaces.PlacementPlanner)) == []
+    made = planner.plan(np.ones((2, 8)), ranks=4, nodes=2, slots_per_rank=3)
+    assert list(faults(made, interfaces.Placement)) == []
+    assert made.physical_to_logical.shape == (2, 12)
+    assert made.logical_to_physical.shape == (2, 8, made.num_replicas.max())
 
 
 @pytest.mark.parametrize("name", KERNELS)

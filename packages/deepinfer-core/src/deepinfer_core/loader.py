@@ -30,8 +30,9 @@ __all__ = [
 
 KERNELS = "deepinfer.kernels"
 VERIFIERS = "deepinfer.verifier"
+PLANNERS = "deepinfer.planner"
 RECIPES = "deepinfer.recipe"
-GROUPS = (KERNELS, VERIFIERS, "deepinfer.planner", RECIPES)
+GROUPS = (KERNELS, VERIFIERS, PLANNERS, RECIPES)
 
 # What entry points say once the packages are installed.
 _BUILT_IN: dict[str, dict[str, str]] = {
@@ -41,6 +42,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "npu": "deepinfer_kernels_ascend.backend:AscendBackend",
     },
     VERIFIERS: {"dspark": "deepinfer_specdec.dspark:Dspark"},
+    PLANNERS: {"eplb": "deepinfer_eplb.plan:Planner"},
     RECIPES: {
         "deepseek_v4": "deepseek_recipe.recipe:DeepseekV4",
         "deepseek_v41": "deepseek_recipe.recipe:DeepseekV41",
