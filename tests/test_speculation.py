@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deepinfer_core import LLM, ConfigError, EngineConfig, RequestError, SamplingParams
 from deepinfer_core.bench.speculation_prompts import prompts_of
@@ -230,6 +232,24 @@ def test_abort_leaves_the_others_alone(
     assert ended[1].finish_reason == "abort"
     assert ended[1].token_ids == plain_long[1][: len(ended[1].token_ids)]
     assert [ended[place].token_ids for place in (0, 2)] == [plain_long[0], plain_long[2]]
+
+
+@pytest.mark.parametrize("acceptance", ["target_noise", "rejection"])
+def test_values_that_are_not_finite_end_their_own_request_alone(
+    acceptance: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "conformance" / "model" / "tiny_a_fp", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["embed.weight"][77] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    options = {"accelerator": "cpu", "block_size": 4, "max_model_len": 100, "max_sequences": 2}
+    with LLM(folder, speculation="fixed", acceptance=acceptance, **options) as llm:
+        outputs = llm.generate([[5, 6, 7] * 9, [5, 77, 9] * 9, [9, 8, 7] * 9], greedy)
+        llm.engine.audit()
+    assert [str(output.finish_reason) for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].error_code == "non_finite"
 
 
 def test_every_cap_inside_an_accepted_run_ends_there(prompts: list[tuple[int, ...]]) -> None:

@@ -60,6 +60,11 @@ class Picks:
         self._owner = torch.arange(len(last), device=last.device)
         self._chances: list[Tensor] = []
 
+    @property
+    def sampled(self) -> Tensor:
+        """[R] bool: which sequences sample, and do not decode greedily."""
+        return self._sampler.is_sampled(self._slots)
+
     def next(self, logits: Tensor, drafts: Tensor) -> Tensor:
         """Return the next draft [R] int64 by logits [R, V] float32, behind drafts [R, k]."""
         number = drafts.shape[1]
@@ -140,7 +145,7 @@ class Verification:
         """Keep what the next step must know of the drafts.
 
         Args:
-            slots: [R] int64; the scratch slot where a sequence has none.
+            slots: [R] int64; the scratch slot where a sequence failed.
             drafts: [R, g] int64. confidence: [R, g] float32 before the sigmoid, or None.
             picks: how they were chosen.
         Returns:
@@ -154,8 +159,7 @@ class Verification:
             return None
         survival = torch.sigmoid(confidence)
         if self._verifier is not None:
-            sampled = self._sampler.is_sampled(slots)
-            survival = self._verifier.calibration.apply(confidence, sampled)
+            survival = self._verifier.calibration.apply(confidence, picks.sampled)
         survival = survival.nan_to_num(0.0)
         for number in range(1, count):  # in one order: equal chances must stay equal
             survival[:, number] *= survival[:, number - 1]
