@@ -14,8 +14,10 @@ import pytest
 from deepinfer_eplb import Planner, __version__, plan
 from deepinfer_eplb.balance import lower_bound
 from deepinfer_eplb.cli import main
+from deepinfer_eplb.cli.common import in_words_of_options
 from deepinfer_eplb.files import load_map
 from deepinfer_eplb.maps import Layout
+from deepinfer_eplb.report import in_order_imbalance
 from deepinfer_eplb.simulate import REGIMES, STRATEGIES, Traffic, generate
 
 RANDOM = np.random.default_rng(23)
@@ -73,6 +75,11 @@ def rows_of(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
+def table_of(text: str) -> list[list[str]]:
+    """The rows of the last table."""
+    return rows_of(text.strip().rpartition("\n\n")[2])
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaves("--version") == 0
     assert capsys.readouterr().out.strip() == __version__
@@ -99,6 +106,62 @@ def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
     assert (found.returncode, found.stderr) == (1, b"")
 
 
+@pytest.mark.parametrize("name", ["plan", "simulate"])
+def test_files_are_written_though_nobody_reads_the_table(
+    name: str, loads: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / {"plan": "map.json", "simulate": "figures.jsonl"}[name]
+    arguments = {
+        "plan": ("plan", loads, *SIZES, "-o", file),
+        "simulate": (*SMALL, "--regimes", "hot", "--strategies", "none", "--out", file),
+    }[name]
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "deepinfer_eplb", *map(str, arguments)]
+    found = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (found.returncode, found.stderr) == (1, b"")
+    assert file.stat().st_size > 0
+
+
+FULL = Path("/dev/full")  # a disk without room
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("name", ["help", "version", "plan", "score", "simulate", "report"])
+def test_output_that_finds_no_room_is_one_line_and_status_1(
+    name: str, loads: Path, live: Path
+) -> None:
+    arguments = {
+        "help": (),
+        "version": ("--version",),
+        "plan": ("plan", loads, *SIZES),
+        "score": ("score", live, loads),
+        "simulate": (*SMALL, "--regimes", "hot", "--strategies", "none"),
+        "report": ("report", live),
+    }[name]
+    command = [sys.executable, "-m", "deepinfer_eplb", *map(str, arguments)]
+    with FULL.open("w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert found.returncode == 1
+    assert found.stderr.decode().splitlines() == [
+        "deepinfer-eplb: The output cannot be written: No space left on device. Send it elsewhere."
+    ]
+
+
+def test_messages_name_options_where_the_library_names_arguments() -> None:
+    said = in_words_of_options("`slots_per_rank` 3, `first_graded`, `loads`, `split='quota'`")
+    assert said == "--slots-per-rank 3, --first, `loads`, `split='quota'`"
+
+
+@pytest.mark.parametrize("verb_name", ["plan", "simulate"])
+def test_a_dash_is_no_file_to_write(verb, loads: Path, tmp_path: Path, verb_name: str) -> None:
+    arguments = SMALL if verb_name == "simulate" else ("plan", loads, *SIZES)
+    status, out, err = verb(*arguments, "--out", "-")
+    assert (status, out) == (2, "")
+    assert "--out is '-'" in err and "name of a file" in err
+
+
 # plan
 
 
@@ -108,12 +171,22 @@ def test_plan_writes_the_map_that_the_function_returns(verb, loads: Path, tmp_pa
     found = load_map(tmp_path / "map.npz")
     assert np.array_equal(found.physical_to_logical, plan(LOADS, 4, 2, 6))
     assert found.layout == Layout(4, 2, 6) and found.num_experts == 16
-    rows = rows_of(out)
-    assert [row[0] for row in rows] == ["layer", "0", "1", "2", "all", "worst"]
+    assert out.splitlines()[0] == "Planned in full, on the window alone."
+    rows = table_of(out)
+    assert [row[0] for row in rows] == ["layer", "0", "1", "2", "mean", "worst", "all"]
     made = Planner().plan(LOADS, ranks=4, nodes=2, slots_per_rank=6)
     assert [row[2] for row in rows[1:4]] == [f"{each:.3f}" for each in made.imbalance(LOADS)]
-    assert [row[1] for row in rows[1:5]] == ["-"] * 4
-    assert [row[3] for row in rows[1:5]] == ["8", "8", "8", "24"]
+    assert rows[5][2] == f"{made.imbalance(LOADS).max():.3f}"
+    assert [row[3] for row in rows[1:4]] == ["8", "8", "8"] and rows[6][1] == "24"
+
+
+def test_plan_without_a_live_map_compares_with_experts_in_order(verb, loads: Path) -> None:
+    rows = table_of(verb("plan", loads, *SIZES)[1])
+    assert rows[0][:4] == ["layer", "slowest/mean", "in", "order"]
+    ranks = LOADS.reshape(3, 4, 4).sum(2)
+    ratios = ranks.max(1) / ranks.mean(1)
+    assert [row[1] for row in rows[1:4]] == [f"{each:.3f}" for each in ratios]
+    assert [row[1] for row in rows[4:6]] == [f"{ratios.mean():.3f}", f"{ratios.max():.3f}"]
 
 
 def test_plan_without_out_prints_the_same_and_writes_nothing(
@@ -131,14 +204,17 @@ def test_plan_from_a_live_map_says_what_it_gains_and_costs(
     flags = ("--prev", live, "-o", tmp_path / "next.json", "--expert-bytes", 1 << 20)
     status, out, _ = verb("plan", loads, *SIZES, *flags)
     assert status == 0
-    rows = rows_of(out)
+    expected = "Improved the live map by at most 40 moves a layer, on the window alone."
+    assert out.splitlines()[0] == expected
+    rows = table_of(out)
     before = load_map(live).physical_to_logical
     want = Planner().plan(LOADS, ranks=4, nodes=2, slots_per_rank=6, prev=before)
-    assert rows[4][:3] == ["all", f"{want.ratio_before:.3f}", f"{want.ratio_after:.3f}"]
-    assert rows[4][-3:] == [str(want.moves), f"{want.moves}.0", "MiB"]
+    assert rows[0][:3] == ["layer", "slowest/mean", "before"]
+    assert rows[4] == ["mean", f"{want.ratio_before:.3f}", f"{want.ratio_after:.3f}"]
+    assert rows[6][-3:] == [str(want.moves), f"{want.moves}.0", "MiB"]
     assert want.ratio_before > want.ratio_after and want.moves > 0
     added = want.num_replicas - np.stack([np.bincount(layer) for layer in before])
-    assert rows[4][3] == str(added.clip(0).sum()) != "0"
+    assert rows[6][1] == str(added.clip(0).sum()) != "0"
     found = load_map(tmp_path / "next.json")
     assert np.array_equal(found.physical_to_logical, want.physical_to_logical)
     assert (found.moves, found.ratio_before) == (want.moves, want.ratio_before)
@@ -150,13 +226,14 @@ def test_plan_from_a_live_map_says_what_it_gains_and_costs(
         ((), ("--split", "quota")),
         ((), ("--exclude", "1,3")),
         (("--nodes", "2"), GROUPED),
-        (GROUPED, (*GROUPED, "--policy", "global")),
         (("--prev", "live"), ("--prev", "live", "--mode", "full")),
         (("--prev", "live"), ("--prev", "live", "--move-budget", "1")),
         (
             ("--prev", "live", "--move-budget", "1"),
             ("--prev", "live", "--move-budget", "1", "--replan-slack", "0"),
         ),
+        (("trace",), ("trace", "--windows", "1")),
+        (("trace",), ("trace", "--pieces-per-window", "5")),
         (("pieces",), ()),
         (("pieces",), ("pieces", "--pieces-per-window", "3")),
     ],
@@ -172,15 +249,19 @@ def test_every_option_of_plan_has_an_effect(
     jumping = PIECES.copy()
     jumping[-10:, :, 3] += 5000  # for good, so that the length of a window matters
     np.savez(tmp_path / "pieces.npz", loads=LOADS, history=jumping)
+    np.savez(tmp_path / "trace.npz", hits=PIECES)
     found = []
     for number, flags in enumerate((first, second)):
-        source = tmp_path / "pieces.npz" if "pieces" in flags else loads
-        words = [live if word == "live" else word for word in flags if word != "pieces"]
+        source = [tmp_path / "pieces.npz"] if "pieces" in flags else [loads]
+        if "trace" in flags:
+            source = ["--trace", tmp_path / "trace.npz"]
+        words = [live if word == "live" else word for word in flags]
+        words = [word for word in words if word not in ("pieces", "trace")]
         sizes = ("--ranks", "4", "--slots-per-rank", "8")
         if "live" in flags:
             sizes = SIZES
         path = tmp_path / f"{number}.json"
-        status, _, err = verb("plan", source, *sizes, *words, "-o", path)
+        status, _, err = verb("plan", *source, *sizes, *words, "-o", path)
         assert (status, err) == (0, "")
         found.append(path.read_bytes())
     assert found[0] != found[1]
@@ -194,18 +275,92 @@ def test_an_excluded_rank_holds_nothing(verb, loads: Path, tmp_path: Path) -> No
     assert (found.physical_to_logical[:, 18:] == -1).all()
 
 
+def test_ranks_that_the_live_map_excludes_stay_so_unless_all_are_asked_for(
+    verb, loads: Path, tmp_path: Path
+) -> None:
+    live, path = tmp_path / "live.json", tmp_path / "next.json"
+    assert verb("plan", loads, *SIZES, "--exclude", "3", "-o", live)[0] == 0
+    status, out, _ = verb("plan", loads, *SIZES, "--prev", live, "-o", path)
+    assert status == 0 and load_map(path).layout.excluded == (3,)
+    assert "Excluded ranks: 3, as in --prev; `--exclude none` uses them." in out
+    status, out, _ = verb("plan", loads, *SIZES, "--prev", live, "--exclude", "none", "-o", path)
+    assert status == 0 and load_map(path).layout.excluded == ()
+    assert "Excluded" not in out and (load_map(path).physical_to_logical >= 0).all()
+    status, out, _ = verb("plan", loads, *SIZES, "--prev", live, "--exclude", "2", "-o", path)
+    assert status == 0 and load_map(path).layout.excluded == (2,)
+    assert "Excluded ranks: 2." in out
+
+
+def test_the_end_of_a_trace_is_planned_on_as_loads_and_history(
+    verb, pieces: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "trace.npz", hits=np.concatenate([PIECES[:7] * 3, PIECES]))
+    by_trace, by_loads = tmp_path / "trace.json", tmp_path / "loads.json"
+    flags = ("--windows", "2", "-o", by_trace)
+    status, out, _ = verb("plan", "--trace", tmp_path / "trace.npz", *SIZES, *flags)
+    assert status == 0 and out.startswith("Planned in full, on 20 pieces of history.\n")
+    assert verb("plan", pieces, *SIZES, "-o", by_loads)[1] == out
+    assert by_trace.read_bytes() == by_loads.read_bytes()
+
+
+def test_groups_that_cannot_be_kept_on_nodes_are_said_to_be_split(verb, loads: Path) -> None:
+    status, out, _ = verb("plan", loads, *SIZES, "--groups", "5")
+    assert status == 0
+    line = out.splitlines()[1]
+    assert line.startswith("Planned globally, for --groups is 5: ") and "give --groups 2" in line
+    assert "globally" not in verb("plan", loads, *SIZES, "--groups", "4")[1]
+
+
+def test_a_layer_that_may_be_planned_anew_is_told_of(verb, loads: Path, live: Path) -> None:
+    out = verb("plan", loads, *SIZES, "--prev", live, "--replan-slack", "0.01")[1]
+    assert "Layers that a full plan makes better by over 0.01 were planned so." in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--move-budget", "3"), "--move-budget has no effect without --prev"),
+        (("--replan-slack", "0.1"), "--replan-slack has no effect without --prev"),
+        (("--expert-bytes", "9"), "--expert-bytes has no effect without --prev"),
+        (("live", "--mode", "full", "--move-budget", "3"), "no effect with --mode full"),
+        (("live", "--mode", "full", "--replan-slack", "1"), "no effect with --mode full"),
+        (("--pieces-per-window", "3"), "no effect: `"),
+        (("--windows", "2"), "--windows has no effect without --trace"),
+        (("--groups", "4", "--policy", "global"), "--groups has no effect with --policy global"),
+        (("--trace", "trace.npz"), "Give either LOADS or --trace"),
+    ],
+)
+def test_options_of_plan_without_effect_are_refused(
+    verb, loads: Path, live: Path, flags: tuple[str, ...], message: str
+) -> None:
+    words = [each for flag in flags for each in (("--prev", live) if flag == "live" else (flag,))]
+    status, out, err = verb("plan", loads, *SIZES, *words)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_a_live_map_of_other_ranks_is_refused(verb, loads: Path, live: Path) -> None:
+    # as many slots in all
+    sizes = ("--ranks", "6", "--slots-per-rank", "4")
+    status, out, err = verb("plan", loads, *sizes, "--prev", live)
+    assert (status, out) == (2, "")
+    assert "--prev is a map of 4 ranks x 6 slots, but --ranks is 6" in err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--slots-per-rank", "3"), "give `slots_per_rank` 4 or more"),
+        (("--slots-per-rank", "3"), "give --slots-per-rank 4 or more"),
         (("--nodes", "3"), "give a number of nodes that divides 4"),
         (("--exclude", "4"), "Excluded rank 4 is none of the 4 ranks"),
         (("--policy", "hierarchical"), "groups"),
         (("--policy", "hierarchical", "--groups", "5"), "5"),
         (("--mode", "incremental"), "there is no live map"),
-        (("--move-budget", "-1"), "`move_budget` is -1"),
-        (("--replan-slack", "-1"), "`replan_slack` is -1.0"),
-        (("--pieces-per-window", "0"), "`pieces_per_window` is 0"),
+        (("--prev", "live", "--move-budget", "-1"), "--move-budget is -1"),
+        (("--prev", "live", "--replan-slack", "-1"), "--replan-slack is -1.0"),
+        (("pieces", "--pieces-per-window", "0"), "--pieces-per-window is 0"),
+        (("trace", "--pieces-per-window", "30"), "give --pieces-per-window 20 or less"),
+        (("trace", "--windows", "0"), "--windows is 0"),
         (("--expert-bytes", "0"), "--expert-bytes is 0; allowed"),
         (("--prev", "none.json"), "none.json` cannot be read"),
         (("-o", "map.txt"), "allowed: .json and .npz"),
@@ -213,9 +368,15 @@ def test_an_excluded_rank_holds_nothing(verb, loads: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_planned_is_refused(
-    verb, loads: Path, change: tuple[str, ...], message: str
+    verb, loads: Path, pieces: Path, live: Path, change: tuple[str, ...], message: str
 ) -> None:
-    status, out, err = verb("plan", loads, *SIZES, *change)
+    np.savez(live.with_name("trace.npz"), hits=PIECES)
+    source: list[object] = [pieces if "pieces" in change else loads]
+    if "trace" in change:
+        source = ["--trace", live.with_name("trace.npz")]
+    words = [live if word == "live" else word for word in change]
+    words = [word for word in words if word not in ("pieces", "trace")]
+    status, out, err = verb("plan", *source, *SIZES, *words)
     assert (status, out) == (2, "")
     assert message in err and err.startswith("deepinfer-eplb: ")
 
@@ -275,13 +436,16 @@ def test_score_rates_each_layer_and_says_what_could_be_had(verb, live: Path, loa
     slots = load_map(live).physical_to_logical
     ratio = Planner().plan(LOADS, ranks=4, nodes=2, slots_per_rank=6, prev=slots).ratio_before
     bound = lower_bound(LOADS, Layout(4, 2, 6))
+    assert rows[0][2:4] == ["in", "order"]
+    in_order = in_order_imbalance(LOADS, Layout(4, 2, 6))
+    assert [row[2] for row in rows[1:4]] == [f"{each:.3f}" for each in in_order]
     assert [row[0] for row in rows[1:]] == ["0", "1", "2", "mean", "worst"]
     assert rows[4][1] == f"{ratio:.3f}"
-    assert [row[3] for row in rows[1:4]] == [f"{each:.3f}" for each in bound]
-    for _, mine, split, least in rows[1:]:
+    assert [row[4] for row in rows[1:4]] == [f"{each:.3f}" for each in bound]
+    for _, mine, _, split, least in rows[1:]:
         assert float(mine) >= float(split) >= float(least) >= 1
     assert rows[5][1] == max(row[1] for row in rows[1:4])
-    assert float(rows[4][2]) < float(rows[4][1])
+    assert float(rows[4][3]) < float(rows[4][1])
 
 
 def test_score_by_the_split_of_the_map(verb, pieces: Path, loads: Path, tmp_path: Path) -> None:
@@ -292,13 +456,13 @@ def test_score_by_the_split_of_the_map(verb, pieces: Path, loads: Path, tmp_path
     path.write_text(json.dumps(fields | {"split": None}), encoding="utf-8")
     evenly = rows_of(verb("score", path, loads)[1])
     assert float(by_quota[4][1]) < float(evenly[4][1])
-    assert by_quota[4][2] == evenly[4][2]
+    assert by_quota[4][3] == evenly[4][3]
 
 
 def test_score_rates_pieces_where_the_file_has_them(verb, live: Path, pieces: Path) -> None:
     rows = rows_of(verb("score", live, pieces)[1])
     assert rows[0][-2:] == ["of", "pieces"]
-    assert float(rows[4][4]) > float(rows[4][1])
+    assert float(rows[4][5]) > float(rows[4][1])
 
 
 def test_loads_of_another_model_are_refused(verb, live: Path, tmp_path: Path) -> None:
@@ -331,6 +495,23 @@ def test_report_under_loads_names_the_slowest_rank(verb, live: Path, loads: Path
     row = next(row for row in rows_of(out) if row[:1] == ["0"])
     ratio = f"{ranks.max() / ranks.mean():.3f}"
     assert row[-3:] == [ratio, str(ranks.argmax()), str(ranks.argmin())]
+
+
+def test_totals_have_the_same_names_in_every_table(
+    verb, live: Path, loads: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "next.json"
+    planned = table_of(verb("plan", loads, *SIZES, "--prev", live, "-o", path)[1])
+    reported = table_of(verb("report", path, loads, "--prev", live)[1])
+    scored = table_of(verb("score", path, loads)[1])
+    assert [row[0] for row in planned[4:]] == ["mean", "worst", "all"]
+    assert [row[0] for row in reported[4:]] == ["mean", "worst", "all"]
+    assert [row[0] for row in scored[4:]] == ["mean", "worst"]
+    for place in (4, 5):
+        assert planned[place][2] == reported[place][1] == scored[place][1]
+    assert planned[6][-1] == reported[6][-1]
+    replicated = [int(row[1]) for row in reported[1:4]]
+    assert reported[6][1:3] == [str(sum(replicated)), max(row[2] for row in reported[1:4])]
 
 
 def test_report_counts_moves_from_another_map(
@@ -378,20 +559,42 @@ def test_report_draws_with_loads_alone(verb, live: Path, loads: Path, tmp_path: 
 
 
 def without_times(out: str) -> list[list[str]]:
-    """Return the summary's rows without the last column, milliseconds."""
+    """Return rows without the last column, of the summary milliseconds."""
     return [row[:-1] for row in rows_of(out)]
 
 
 def test_simulate_prints_the_time_line_and_the_summary(verb) -> None:
-    status, out, err = verb(*SMALL)
+    status, out, err = verb(*SMALL, "--timeline")
     assert (status, err) == (0, "")
     assert "4 ranks on 2 nodes x 6 slots; plans from 40 steps in every 80" in out
+    assert "4 intervals of 20 pieces.\nGraded: 2 of them, 2 to 3" in out
     rows = rows_of(out)
     found = [tuple(row[:2]) for row in rows if len(row) > 1 and row[1] in STRATEGIES]
     lines = [pair for pair in found if pair[0] in ("drift", "hot", "all")]
     # each regime also heads its time line
-    assert len(lines) == 2 + 3 * 5
+    assert len(lines) == 2 + 3 * len(STRATEGIES)
     assert [row[0] for row in rows if row[:1] in (["2"], ["3"])] == ["2", "3"] * 2
+
+
+def test_simulate_ends_with_the_summary_and_what_follows_from_it(verb) -> None:
+    out = verb(*SMALL)[1]
+    assert "by interval" not in out
+    *_, summary, end = out.rstrip("\n").split("\n\n")
+    rows = rows_of(summary)
+    assert [row[:2] for row in rows] == [["all", name] for name in STRATEGIES]
+    assert "\n" not in end and end.startswith("scenario-incremental has ")
+    assert f"than window-full ({rows[1][5]}, {rows[1][9]} moves)" in end
+    assert f"than none ({rows[0][5]}, 0.0 moves)" in end
+
+
+def test_progress_is_shown_on_a_terminal_alone(
+    verb, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = (*SMALL, "--strategies", "none", "--seeds", "0,1")
+    assert verb(*quick)[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    cases = [(regime, seed) for regime in ("drift", "hot") for seed in (0, 1)]
+    assert verb(*quick)[2].splitlines() == [f"simulating {r}, seed {s}" for r, s in cases]
 
 
 def test_simulate_repeats_by_seed(verb) -> None:
@@ -422,6 +625,7 @@ def test_simulate_repeats_by_seed(verb) -> None:
         ("--dispatch", "step"),
         ("--move-budget", "1"),
         ("--single-steps", "5"),
+        ("--timeline",),
     ],
 )
 def test_every_option_of_simulate_has_an_effect(verb, change: tuple[str, ...]) -> None:
@@ -435,7 +639,7 @@ def test_every_option_of_simulate_has_an_effect(verb, change: tuple[str, ...]) -
 
 def test_nodes_matter_where_groups_stay_on_them(verb) -> None:
     found = [verb(*SMALL, "--groups", "4", "--nodes", nodes)[1] for nodes in ("1", "2")]
-    rows = [without_times(out)[-1] for out in found]  # the summary's last
+    rows = [without_times(out)[-3] for out in found]  # the summary's last
     assert rows[0][:2] == rows[1][:2] and rows[0] != rows[1]
 
 
@@ -471,21 +675,21 @@ def test_the_ratio_over_time_is_drawn(verb, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (("--regimes", "calm"), "Regime 'calm' is unknown"),
-        (("--strategies", "best"), "Strategy 'best' is unknown; allowed: 'window-full'"),
+        (("--strategies", "best"), "Strategy 'best' is unknown; allowed: 'none', 'window-full'"),
         (("--seeds", "-1"), "A seed is -1"),
-        (("--ranks", "0"), "`num_ranks` is 0"),
-        (("--layers", "0"), "`num_layers` is 0"),
-        (("--slots-per-rank", "3"), "give `slots_per_rank` 4 or more"),
+        (("--ranks", "0"), "--ranks is 0"),
+        (("--layers", "0"), "--layers is 0"),
+        (("--slots-per-rank", "3"), "give --slots-per-rank 4 or more"),
         (("--window", "45"), "--window is 45 steps; allowed: multiples of 10"),
         (("--window", "0"), "--window is 0 steps"),
         (("--interval", "81"), "--interval is 81 steps; allowed: multiples of 4"),
-        (("--interval", "20"), "`pieces_per_window` is 10"),
+        (("--interval", "20"), "--window is 40 steps, more than --interval, 20"),
         (("--intervals", "2"), "give 3 or more"),
         (("--groups", "3"), "3"),
-        (("--first", "0"), "`first_graded` is 0"),
-        (("--windows", "0"), "`num_windows` is 0"),
-        (("--single-steps", "-1"), "`single_steps` is -1"),
-        (("--move-budget", "-1"), "`move_budget` is -1"),
+        (("--first", "0"), "--first is 0"),
+        (("--windows", "0"), "--windows is 0"),
+        (("--single-steps", "-1"), "--single-steps is -1"),
+        (("--move-budget", "-1"), "--move-budget is -1"),
         (("--plot", "ratio.gif"), "allowed: .png"),
     ],
 )
@@ -503,7 +707,8 @@ def test_a_file_that_cannot_be_written_is_named_before_the_run(verb, tmp_path: P
     assert "figures.jsonl" in err and "cannot be written" in err
 
 
-OF_TRACE = ("simulate", "--ranks", "4", "--window", "40", "--interval", "80")
+OF_TRACE = ("simulate", "--ranks", "4", "--slots-per-rank", "5", "--window", "40")
+OF_TRACE += ("--interval", "80")
 
 
 @pytest.fixture
@@ -511,7 +716,7 @@ def trace(tmp_path: Path) -> Path:
     traffic = Traffic(
         num_layers=2, num_experts=16, hits_per_step=240, steps_per_piece=8, pieces_per_interval=10
     )
-    hits = generate(REGIMES[1], 4, 1, traffic)
+    hits = generate(REGIMES[1], 5, 1, traffic)[:-3]
     np.savez(tmp_path / "trace.npz", hits=hits, steps_per_piece=8)
     np.savez(tmp_path / "bare.npz", hits=hits)
     return tmp_path / "trace.npz"
@@ -521,18 +726,20 @@ def test_a_recorded_trace_is_replayed(verb, trace: Path, tmp_path: Path) -> None
     path = tmp_path / "figures.jsonl"
     status, out, err = verb(*OF_TRACE, "--trace", trace, "--out", path)
     assert (status, err) == (0, "")
-    assert "each 8 steps" in out
+    assert "47 pieces of 8 steps, a recorded trace: 4 intervals of 10 pieces, 7 pieces left" in out
+    assert "Graded: 2 of them, 2 to 3" in out
     assert {row[0] for row in rows_of(out) if row[1:2] == ["static"]} == {"trace"}
     line = json.loads(path.read_text(encoding="utf-8"))
     assert line["asked"]["schedule"]["pieces_per_window"] == 5
-    assert line["asked"]["schedule"]["first_graded"] == 3  # the last of 4
+    assert line["asked"]["schedule"]["first_graded"] == 2  # the last two of 4
     assert "traffic" not in line["asked"]
 
 
 def test_pieces_of_unknown_length_are_a_tenth_of_a_window(verb, trace: Path) -> None:
-    status, out, _ = verb(*OF_TRACE, "--trace", trace.with_name("bare.npz"))
+    bare = trace.with_name("bare.npz")
+    status, out, _ = verb(*OF_TRACE, "--interval", "40", "--trace", bare)
     assert status == 0
-    assert "each 4 steps" in out
+    assert "47 pieces of 4 steps" in out
 
 
 @pytest.mark.parametrize(
@@ -558,8 +765,10 @@ def test_options_of_the_traffic_say_nothing_with_a_trace(
     ("flags", "message"),
     [
         (("--window", "20"), "--window is 20 steps; allowed: multiples of 8"),
-        (("--first", "9"), "There are 4 `intervals`, but interval 9 is the first graded"),
-        (("--slots-per-rank", "3"), "give `slots_per_rank` 4"),
+        (("--first", "9"), "--trace has 47 pieces; 110 are needed to grade 2 intervals"),
+        (("--first", "9"), "with --interval 80 (10 pieces) and --first 9"),
+        (("--interval", "200"), "--trace has 47 pieces; 75 are needed to grade 2 intervals"),
+        (("--slots-per-rank", "3"), "give --slots-per-rank 4"),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused(
@@ -568,3 +777,11 @@ def test_a_trace_that_does_not_fit_is_refused(
     status, out, err = verb(*OF_TRACE, "--trace", trace, *flags)
     assert (status, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize("missing", ["--ranks", "--slots-per-rank"])
+def test_a_trace_does_not_tell_where_experts_live(verb, trace: Path, missing: str) -> None:
+    place = OF_TRACE.index(missing)
+    status, out, err = verb(*OF_TRACE[:place], *OF_TRACE[place + 2 :], "--trace", trace)
+    assert (status, out) == (2, "")
+    assert "--trace needs --ranks and --slots-per-rank" in err

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepinfer_eplb import FileError, Plan, Planner, SettingError
+from deepinfer_eplb import FileError, Plan, PlanInputError, Planner, SettingError, drawing
 from deepinfer_eplb import arrays as arrays_module
 from deepinfer_eplb.dispatch import to_physical
-from deepinfer_eplb.drawing import check_plot
-from deepinfer_eplb.files import StoredMap, load_loads, load_map, load_trace, save_map
+from deepinfer_eplb.drawing import check_plot, plot_rank_loads
+from deepinfer_eplb.files import StoredMap, Trace, load_loads, load_map, load_trace, save_map
 
 LOADS = np.random.default_rng(5).integers(1, 100, (3, 12))
 
@@ -230,6 +230,28 @@ def test_a_trace_may_say_how_long_its_pieces_are(tmp_path: Path, steps: int | No
     assert np.array_equal(found.hits, hits) and found.steps_per_piece == steps
 
 
+def test_the_end_of_a_trace_is_loads_and_whole_windows_of_history() -> None:
+    hits = np.arange(11 * 2 * 3, dtype=float).reshape(11, 2, 3)
+    found = Trace(hits, None).last(4, 3)
+    assert found.history is not None
+    assert np.array_equal(found.loads, hits[7:].sum(0))
+    assert np.array_equal(found.history, hits[3:])  # two windows: three would be 12 pieces
+    assert np.array_equal(Trace(hits, None).last(4, 1).history, hits[7:])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((12, 1), "has 11 pieces, fewer than a window; give `pieces_per_window` 11 or less"),
+        ((0, 1), "`pieces_per_window` is 0"),
+        ((4, 0), "`num_windows` is 0"),
+    ],
+)
+def test_a_window_that_a_trace_has_not_is_refused(sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(PlanInputError, match=message):
+        Trace(np.ones((11, 2, 3)), None).last(*sizes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -319,7 +341,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (member(header("<f8", (10**6, 10**6))), "1000000000000 values; allowed: up to"),
         (member(header("<f8", (2, 3)), bytes(40)), "not the bytes that its shape [2, 3] needs"),
         (member(header("<f8", (2, 3)), bytes(56)), "not the bytes that its shape"),
-        (member(header("<f8", (-2, -3)), bytes(48)), "not the bytes that its shape"),
+        (member(header("<f8", (-2, -3)), bytes(48)), "sizes to"),
         (member(header("<c16", (1, 1)), bytes(16)), "dtype complex128"),
         (member(header("<f16", (1, 1)), bytes(16)), "8 bytes at most"),
         (member(header("|b1", (1, 1)), bytes(1)), "dtype bool"),
@@ -408,3 +430,45 @@ def test_a_stored_map_can_be_made_by_hand(tmp_path: Path) -> None:
 def test_a_plot_of_unknown_format_is_refused() -> None:
     with pytest.raises(SettingError, match=r"ends in '.gif'; allowed: .png, .svg, .pdf"):
         check_plot(Path("ranks.gif"))
+
+
+def test_a_plot_of_ranks_says_which_layers_and_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="a plot needs the extra `plot`")
+    drawn = []
+    monkeypatch.setattr(drawing, "save_figure", lambda path, figure: drawn.append(figure))
+    after = np.ones((8, 4))
+    before = np.array([[1.0, 1, 1, 1 + layer] for layer in range(8)])
+    plot_rank_loads(tmp_path / "ranks.png", after, before, ("in order", "after"))
+    panes = [pane for pane in drawn[0].axes if pane.get_title()]
+    ratios = [4 * (1 + layer) / (4 + layer) for layer in range(2, 8)]
+    assert [pane.get_title() for pane in panes] == [
+        f"layer {layer}: {ratio:.3f} to 1.000" for layer, ratio in enumerate(ratios, 2)
+    ]
+    title = drawn[0].get_suptitle()
+    assert title == "Load of ranks in the worst 6 of 8 layers; slowest/mean, 'in order' to 'after'"
+    assert {pane.get_ylim()[0] for pane in panes} == {0}
+    assert all((pane.get_xticks() % 1 == 0).all() for pane in panes)
+    plot_rank_loads(tmp_path / "ranks.png", after[:2], None)
+    assert drawn[1].get_suptitle() == "Load of ranks in all layers; slowest/mean, 'after'"
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [(f"({2**70}, 0)", "sizes to"), (f"({'1,' * 70})", "70 dimensions"), ("(True, 3)", "sizes to")],
+)
+def test_headers_with_impossible_shapes_are_refused(tmp_path: Path, shape: str, words: str) -> None:
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}}}".encode()
+    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
+    path = tmp_path / "loads.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+        archive.writestr("loads.npy", content)
+    with pytest.raises(FileError, match=words):
+        load_loads(path)
+
+
+def test_a_name_with_a_zero_byte_is_refused() -> None:
+    with pytest.raises(FileError, match="zero byte"):
+        load_loads(Path("loads\0.npz"))

@@ -273,6 +273,18 @@ def test_uneven_pieces_name_numbers_that_work(
     small(window_steps, works[1])
 
 
+@pytest.mark.parametrize(
+    "name", ["num_layers", "num_experts", "window_steps", "num_pieces", "num_windows"]
+)
+def test_sizes_beyond_memory_are_refused_at_once(name: str) -> None:
+    sizes = dict(num_layers=1, num_experts=1, window_steps=4, num_pieces=2, num_windows=1)
+    if name == "window_steps":  # takes none
+        assert ExpertStats(**(sizes | {name: 10**30})).steps_left_in_piece == 10**30 // 2
+        return
+    with pytest.raises(SettingError, match=r"GiB of counts; allowed: 1 GiB"):
+        ExpertStats(**(sizes | {name: 10**30}))
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
 @pytest.mark.parametrize(
     "name", ["num_layers", "num_experts", "window_steps", "num_pieces", "num_windows"]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from deepinfer_eplb import Planner
 from deepinfer_eplb.errors import PlanInputError
+from deepinfer_eplb.files import StoredMap
 from deepinfer_eplb.maps import Layout, num_arrivals
 from deepinfer_eplb.moves import Change, Moves, difference, reason_to_drop, rounds
 
@@ -135,6 +137,20 @@ def test_sources_share_an_expert_evenly_and_excluded_ranks_send_nothing() -> Non
                 able = having - set(layout.excluded)
                 assert set(senders.tolist()) <= able
                 assert max(Counter(senders.tolist()).values()) <= -(-len(senders) // len(able))
+
+
+def test_values_with_a_map_are_taken_for_their_maps() -> None:
+    loads = np.arange(1.0, 13.0)[None]
+    first = Planner().plan(loads, ranks=3, nodes=1, slots_per_rank=5)
+    live = StoredMap(first.physical_to_logical, 12, first.layout)
+    second = Planner().plan(
+        loads[:, ::-1], ranks=3, nodes=1, slots_per_rank=5, prev=first.physical_to_logical
+    )
+    want = difference(first.physical_to_logical, second.physical_to_logical, first.layout)
+    found = difference(live, second, first.layout)
+    assert not want.is_empty
+    assert found.source.tolist() == want.source.tolist()
+    assert found.physical_to_logical.tolist() == want.physical_to_logical.tolist()
 
 
 def test_own_node_is_asked_first() -> None:

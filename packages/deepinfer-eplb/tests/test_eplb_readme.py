@@ -24,6 +24,12 @@ def test_examples_print_what_the_readme_shows(
         assert capsys.readouterr().out == shown
 
 
+def test_examples_that_need_more_are_sound_python() -> None:
+    blocks = re.findall(r"```py\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 1  # migration, which takes several processes and torch
+    compile(blocks[0], str(README), "exec")
+
+
 def test_every_strategy_and_regime_has_a_row() -> None:
     from deepinfer_eplb.simulate import REGIMES, STRATEGIES
 

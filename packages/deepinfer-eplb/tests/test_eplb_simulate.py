@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer_eplb import Plan, PlanInputError, Planner, SettingError
 from deepinfer_eplb.maps import Layout, num_arrivals
+from deepinfer_eplb.report import in_order, in_order_imbalance
 from deepinfer_eplb.simulate import (
     REGIMES,
     STRATEGIES,
@@ -20,6 +21,7 @@ from deepinfer_eplb.simulate import (
     Schedule,
     Sweep,
     Traffic,
+    conclusion,
     describe,
     generate,
     json_line,
@@ -276,6 +278,8 @@ def test_each_strategy_plans_as_its_name_says(hits: np.ndarray) -> None:
     moment = Moment(window, history, 4, live, LAYOUT)
     again = {"prev": live.physical_to_logical}
     full, few = Planner(mode="full"), Planner(pieces_per_window=4)
+    unbalanced = np.full((2, 8, 5), -1)
+    unbalanced[:, :, :4] = np.arange(32).reshape(8, 4)
     want = {
         "window-full": full.plan(window, **sizes, **again),
         "window-incremental": few.plan(window, **sizes, **again),
@@ -285,10 +289,38 @@ def test_each_strategy_plans_as_its_name_says(hits: np.ndarray) -> None:
         "scenario-incremental": few.plan(window, **sizes, **again, history=history),
         "static": live,
     }
-    assert want.keys() == STRATEGIES.keys()
-    found = {name: make_strategy(name)(moment).digest for name in STRATEGIES}
+    assert ["none", *want] == list(STRATEGIES)
+    found = {name: make_strategy(name)(moment).digest for name in want}
     assert found == {name: plan.digest for name, plan in want.items()}
     assert len(set(found.values())) == 5
+    first = replace(moment, live=None)
+    none = make_strategy("none")(first)
+    assert none.physical_to_logical.reshape(2, 8, 5).tolist() == unbalanced.tolist()
+
+
+def test_without_balancing_ranks_have_experts_in_order_and_nothing_ever_moves() -> None:
+    # three ranks, one of them excluded; 5 experts: 0 to 2 on the first, 3 and 4 on the last
+    layout = Layout(3, 1, 4, (1,))
+    hits = np.tile([[[4, 1, 1, 1, 1]]], (6, 1, 1))
+    found = replay(hits, layout, make_strategy("none"), BY_TWO)
+    for interval in found:
+        assert interval.piece == pytest.approx([6 / 4]) and interval.moves.tolist() == [0]
+        assert interval.best_split == pytest.approx([6 / 4])
+    for dispatch in ("quota", "step"):
+        again = replay(hits, layout, make_strategy("none"), BY_TWO, dispatch)
+        assert [each.piece for each in again] == [each.piece for each in found]
+
+
+def test_experts_in_order_are_spread_like_the_parts_of_an_array() -> None:
+    layout = Layout(4, 1, 4)
+    rows = in_order(10, layout).reshape(4, 4)
+    want = [[0, 1, 2, -1], [3, 4, 5, -1], [6, 7, -1, -1], [8, 9, -1, -1]]
+    assert rows.tolist() == want
+    loads = np.arange(20).reshape(2, 10)
+    sums = np.array([[3, 12, 13, 17], [33, 42, 33, 37]])
+    assert in_order_imbalance(loads, layout) == pytest.approx(sums.max(1) / sums.mean(1))
+    with pytest.raises(PlanInputError, match="17 experts do not fit"):
+        in_order(17, layout)
 
 
 def test_the_move_budget_holds(hits: np.ndarray) -> None:
@@ -297,7 +329,7 @@ def test_the_move_budget_holds(hits: np.ndarray) -> None:
 
 
 def test_an_unknown_strategy_names_those_there_are() -> None:
-    with pytest.raises(SettingError, match="'best' is unknown; allowed: 'window-full', "):
+    with pytest.raises(SettingError, match="'best' is unknown; allowed: 'none', 'window-full', "):
         make_strategy("best")
 
 
@@ -315,8 +347,9 @@ def test_planning_again_is_better_than_never_and_pieces_better_than_sums(
     runs: tuple[Run, ...],
 ) -> None:
     lines = {(line.regime, line.strategy): line for line in summarise(runs)}
+    assert lines["drift", "static"].piece < lines["drift", "none"].piece
     for name in STRATEGIES:
-        if name != "static":
+        if name not in ("static", "none"):
             assert lines["drift", name].piece < lines["drift", "static"].piece
             assert lines["all", name].moves > 0
         assert lines["drift", name].interval <= lines["drift", name].piece
@@ -336,8 +369,22 @@ def test_a_summary_is_the_mean_of_its_runs(runs: tuple[Run, ...]) -> None:
 def test_a_recorded_trace_takes_the_place_of_the_traffic(hits: np.ndarray) -> None:
     runs = sweep(SMALL, trace=hits)
     assert {(run.regime, run.seed) for run in runs} == {(TRACE, 0)}
+    assert runs[1].strategy == "window-full"
     alone = replay(hits, LAYOUT, make_strategy("window-full"), SCHEDULE)
-    assert [i.piece.tolist() for i in runs[0].intervals] == [i.piece.tolist() for i in alone]
+    assert [i.piece.tolist() for i in runs[1].intervals] == [i.piece.tolist() for i in alone]
+
+
+def test_a_trace_needs_nothing_to_be_said_of_the_traffic(hits: np.ndarray) -> None:
+    # The traffic that is made up by default has 384 experts, which do not fit, and more intervals.
+    asked = Sweep(layout=LAYOUT, schedule=SCHEDULE, strategies=("none",))
+    (run,) = sweep(asked, trace=hits)
+    assert [each.index for each in run.intervals] == [2, 3, 4]
+    with pytest.raises(PlanInputError, match="384 experts do not fit"):
+        sweep(asked)
+    with pytest.raises(PlanInputError, match="64 experts do not fit"):
+        sweep(asked, trace=np.tile(hits, (1, 1, 2)))
+    with pytest.raises(PlanInputError, match=r"`trace` has shape \[2, 32\]"):
+        sweep(asked, trace=hits[0])
 
 
 def test_pieces_of_the_traffic_are_those_of_the_schedule(runs: tuple[Run, ...]) -> None:
@@ -365,7 +412,6 @@ def test_other_strategies_can_be_put_in(hits: np.ndarray) -> None:
         ({"seeds": (1, 1)}, SettingError, "none twice"),
         ({"seeds": (-1,)}, SettingError, "A seed is -1"),
         ({"intervals": 2}, SettingError, "give 3 or more"),
-        ({"traffic": Traffic(num_layers=0)}, SettingError, "`num_layers` is 0"),
         ({"layout": Layout(2, 1, 4)}, PlanInputError, "32 experts do not fit"),
     ],
 )
@@ -373,7 +419,7 @@ def test_what_cannot_be_simulated_is_refused(
     change: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        Sweep(**{**vars(SMALL), **change})
+        sweep(Sweep(**{**vars(SMALL), **change}))
 
 
 # what is printed
@@ -382,20 +428,42 @@ def test_what_cannot_be_simulated_is_refused(
 def test_the_table_compares_with_the_first_strategy(runs: tuple[Run, ...]) -> None:
     lines = summarise(runs)
     rows = [row.split() for row in table(lines).splitlines()]
-    assert rows[0][:6] == ["regime", "strategy", "window", "interval", "piece", "excess"]
+    heads = ["regime", "strategy", "window", "interval", "piece", "excess", "vs", "none"]
+    heads += ["worst", "layer", "best", "split", "moves", "most", "moves", "plan", "ms"]
+    assert rows[0] == heads
     assert "step" not in rows[0]
-    assert rows[1][:2] == ["drift", "window-full"] and rows[1][5] == "-"
-    gain = (lines[3].piece - 1) / (lines[0].piece - 1) - 1
-    assert rows[4][:2] == ["drift", "scenario-incremental"]
-    assert float(rows[4][5].rstrip("%")) == pytest.approx(100 * gain, abs=0.051)
-    assert [row[5] for row in rows if row[1:2] == ["window-full"]] == ["-"] * 3
-    assert [row[0] for row in rows if row] == ["regime", *["drift"] * 5, *["hot"] * 5, *["all"] * 5]
+    assert rows[1][:2] == ["drift", "none"] and rows[1][6] == "-"
+    gain = (lines[4].piece - 1) / (lines[0].piece - 1) - 1
+    assert rows[5][:2] == ["drift", "scenario-incremental"]
+    assert rows[5][5] == f"{100 * (lines[4].piece - 1):.1f}%"
+    assert float(rows[5][6].rstrip("%")) == pytest.approx(100 * gain, abs=0.051)
+    assert [row[6] for row in rows if row[1:2] == ["none"]] == ["-"] * 3
+    of_regimes = [name for name in ("drift", "hot", "all") for _ in STRATEGIES]
+    assert [row[0] for row in rows if row] == ["regime", *of_regimes]
+
+
+def test_the_conclusion_says_what_the_default_gains(runs: tuple[Run, ...]) -> None:
+    lines = summarise(runs)
+    found = {line.strategy: line for line in lines if line.regime == "all"}
+    own, full, none = (found[n] for n in ("scenario-incremental", "window-full", "none"))
+    less = [1 - (own.piece - 1) / (other.piece - 1) for other in (full, none)]
+    assert conclusion(lines) == (
+        f"scenario-incremental has {100 * (own.piece - 1):.1f}% excess for {own.moves:.1f} moves "
+        f"a layer and plan: {100 * less[0]:.0f}% less than window-full "
+        f"({100 * (full.piece - 1):.1f}%, {full.moves:.1f} moves), {100 * less[1]:.0f}% less than "
+        f"none ({100 * (none.piece - 1):.1f}%, 0.0 moves)."
+    )
+    worse = [replace(line, piece=2.0) if line.strategy == own.strategy else line for line in lines]
+    assert "% more than window-full" in conclusion(worse)
+    assert conclusion([line for line in lines if line.strategy != own.strategy]) == ""
+    assert conclusion([own]) == ""
+    assert "window-full" not in conclusion([own, none])
 
 
 def test_the_time_line_has_the_mean_over_seeds_of_each_interval(runs: tuple[Run, ...]) -> None:
     rows = [row.split() for row in time_line(runs).splitlines()]
     assert rows[2] == ["drift", *STRATEGIES]
-    own = [run for run in runs if (run.regime, run.strategy) == ("drift", "window-full")]
+    own = [run for run in runs if (run.regime, run.strategy) == ("drift", "none")]
     ratio = np.mean([run.intervals[1].piece for run in own])
     moves = np.mean([run.intervals[1].moves for run in own])
     assert rows[4][:3] == ["3", f"{ratio:.3f}", f"{moves:.1f}"]
@@ -404,7 +472,13 @@ def test_the_time_line_has_the_mean_over_seeds_of_each_interval(runs: tuple[Run,
 def test_the_description_says_what_each_figure_is_of() -> None:
     text = describe(SMALL)
     assert "8 ranks on 2 nodes x 5 slots; plans from 40 steps in every 120" in text
-    assert "each 10 steps" in text and "never compare" in text
+    assert "60 pieces of 10 steps, made-up traffic: 5 intervals of 12 pieces.\n" in text
+    assert "Graded: 3 of them, 2 to 4;" in text and "never compare" in text
+    text = describe(SMALL, 43)
+    assert (
+        "43 pieces of 10 steps, a recorded trace: 3 intervals of 12 pieces, 7 pieces left" in text
+    )
+    assert "Graded: 1 of them, 2 to 2;" in text
 
 
 def test_the_json_line_has_what_is_needed_to_repeat_it(runs: tuple[Run, ...]) -> None:
@@ -414,7 +488,8 @@ def test_the_json_line_has_what_is_needed_to_repeat_it(runs: tuple[Run, ...]) ->
     assert found["asked"]["seeds"] == [0, 1]
     assert found["asked"]["traffic"]["num_experts"] == 32
     assert found["asked"]["layout"]["slots_per_rank"] == 5
-    assert found["lines"][0]["strategy"] == "window-full"
+    assert found["lines"][0]["strategy"] == "none"
+    assert found["lines"][0]["unbeatable"] >= 1
     assert found["lines"][0]["step"] is None
     assert found["device"].startswith("cpu")
     assert set(found["versions"]) == {"python", "numpy", "scipy", "numba", "deepinfer-eplb"}
@@ -433,5 +508,42 @@ def test_the_ratio_over_time_is_drawn(runs: tuple[Run, ...], tmp_path: Path) -> 
     assert "<svg" in text and len(text) > 10_000
 
 
+def test_a_plot_has_whole_intervals_and_a_hollow_mark_for_each_strategy(
+    runs: tuple[Run, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="a plot needs the extra `plot`")
+    drawn = []
+    monkeypatch.setattr(
+        "deepinfer_eplb.simulate.report.save_figure", lambda path, figure: drawn.append(figure)
+    )
+    plot(tmp_path / "ratio.svg", runs)
+    for pane in drawn[0].axes:
+        assert pane.get_xticks().tolist() == [2, 3, 4]
+        curves = pane.get_lines()
+        assert len({curve.get_marker() for curve in curves}) == len(STRATEGIES)
+        assert {curve.get_markerfacecolor() for curve in curves} == {"none"}
+    own = [run for run in runs if (run.regime, run.strategy) == ("drift", "none")]
+    piece = np.mean([[each.piece for each in run.intervals] for run in own], (0, 2))
+    assert drawn[0].axes[0].get_lines()[0].get_ydata() == pytest.approx(100 * (piece - 1))
+
+
 def test_every_regime_is_simulated_by_default() -> None:
     assert Sweep().regimes == REGIMES and Sweep().strategies == tuple(STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_layers": 0}, "`num_layers` is 0.*whole numbers from 1"),
+        ({"hits_per_step": -5.0}, "`hits_per_step` is -5.0.*above 0"),
+        ({"hits_per_step": 1e12}, "to 1e.09"),
+        ({"shift_every": 0.0}, "`shift_every` is 0.0.*above 0"),
+        ({"base_spread": float("nan")}, "`base_spread` is nan"),
+        ({"num_topics": True}, "`num_topics` is True"),
+    ],
+)
+def test_traffic_with_impossible_settings_is_refused(
+    settings: dict[str, float], words: str
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        Traffic(**settings)

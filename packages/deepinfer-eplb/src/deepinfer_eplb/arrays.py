@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import math
 import os
 import secrets
@@ -30,6 +31,7 @@ __all__ = ["Field", "Numbers", "check_name", "fault", "read", "write"]
 _MOST_VALUES = 1 << 27  # of an array: a trace of 6000 pieces of 58 layers x 384 experts
 _MOST_TEXT = 1 << 26  # bytes of JSON
 _MOST_ITEM_BYTES = 8  # of a number
+_MOST_DIMS = 8
 
 # What numpy raises at a header that it cannot make out; it reads it as Python's literals.
 _BAD_HEADER = (ValueError, TypeError, SyntaxError, RecursionError, tokenize.TokenError)
@@ -56,6 +58,8 @@ def check_name(path: Path) -> None:
     Raises:
         FileError: it does not.
     """
+    if "\0" in str(path):
+        raise FileError(f"{str(path)!r} is no name of a file: it has a zero byte.")
     if path.suffix not in (".json", ".npz"):
         raise FileError(
             f"`{path}` ends in {path.suffix!r}; allowed: .json and .npz. Choose such a name."
@@ -152,7 +156,11 @@ def _read_npz(path: Path, wanted: Mapping[str, Field]) -> dict[str, Numbers]:
                 with archive.open(entry) as stream:
                     fields[name] = _read_array(path, name, stream, entry.file_size)
     # RuntimeError: it is encrypted. NotImplementedError: packed in a way that Python has not.
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+    # UnicodeDecodeError: the name of a member.
+    except (
+        *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError),
+        UnicodeDecodeError,
+    ) as error:
         raise fault(path, f"it is no sound NPZ file: {error}. Write it anew.") from error
     return fields
 
@@ -176,10 +184,14 @@ def _read_array(path: Path, name: str, stream: IO[bytes], num_bytes: int) -> Num
         raise fault(
             path, f"`{name}` has dtype {dtype}; needed: integers or floats of 8 bytes at most."
         )
+    if not all(type(size) is int and 0 <= size <= _MOST_VALUES for size in shape):
+        raise fault(path, f"`{name}` has shape {list(shape)}; allowed: sizes to {_MOST_VALUES}.")
+    if len(shape) > _MOST_DIMS:
+        raise fault(path, f"`{name}` has {len(shape)} dimensions; allowed: up to {_MOST_DIMS}.")
     count = math.prod(shape)
     if count > _MOST_VALUES:
         raise fault(path, f"`{name}` has {count} values; allowed: up to {_MOST_VALUES}.")
-    if min(shape, default=0) < 0 or num_bytes - stream.tell() != count * dtype.itemsize:
+    if num_bytes - stream.tell() != count * dtype.itemsize:
         raise fault(path, f"`{name}` has not the bytes that its shape {list(shape)} needs.")
     values = np.frombuffer(stream.read(count * dtype.itemsize), dtype)
     return values.reshape(shape, order="F" if by_column else "C")

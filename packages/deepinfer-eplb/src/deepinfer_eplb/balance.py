@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from deepinfer_eplb.compiled import compiled
 from deepinfer_eplb.errors import PlanInputError
 from deepinfer_eplb.maps import (
     Floats,
@@ -22,15 +22,22 @@ from deepinfer_eplb.maps import (
 )
 
 __all__ = [
+    "MOST_HITS",
+    "check_split",
     "even_split",
     "largest_remainder",
     "lower_bound",
     "water_fill",
 ]
 
+# Of an expert in a step. Up to here the rounding of shares cannot make parts that were rounded down
+# sum to more than the whole: that takes 2^53 / (number of parts).
+MOST_HITS = 1 << 40
+
 # Pieces of made-up traffic, EP64 x 7 slots, 384 experts, a map planned one interval earlier: after
 # 2, 3, 4, 8 sweeps the slowest/mean is 0.0053, 0.0024, 0.0015, 0.0004 above the best, mean over
-# regimes, and from 4 on in no regime by more than 0.005. They take 19 us a layer on one core.
+# regimes, and from 4 on in no regime by more than 0.005. They take 28 us a layer on one core of
+# an AMD EPYC (`water_fill` of benchmarks/planning.py).
 SWEEPS = 4
 
 
@@ -84,7 +91,7 @@ def water_fill(
         raise PlanInputError(f"`sweeps` is {sweeps!r}; allowed: whole numbers from 0.")
     first = even_split(slots, num_experts)
     if start is not None:
-        first = _check_split(start, slots, num_experts, "start")
+        first = check_split(start, slots, num_experts, "start")
     split = np.tile(first, (*values.shape[:-2], 1, 1)).reshape(-1, *first.shape)
     pieces = _scaled(values).reshape(-1, *values.shape[-2:])
     # Another order in memory would be compiled once more.
@@ -93,7 +100,7 @@ def water_fill(
     return split.reshape(*values.shape[:-1], -1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _pour(maps: Ints, loads: Floats, num_ranks: int, sweeps: int, split: Floats) -> None:
     """Improve `split` [H, L, P] in place, by sweeps, for a map [L, P] and loads [H, L, E]."""
     num_layers, num_physical = maps.shape
@@ -148,7 +155,7 @@ def _pour(maps: Ints, loads: Floats, num_ranks: int, sweeps: int, split: Floats)
                     break
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _pour_one(
     own: NDArray[np.int64],
     load: float,
@@ -223,7 +230,7 @@ def largest_remainder(shares: ArrayLike, total: ArrayLike) -> NDArray[np.int64]:
 
     Args:
         shares: [..., C], not negative; what they sum to does not matter, if it is above 0.
-        total: [...] integers, from 0 to 2^52: beyond, a float64 is no longer exact.
+        total: [...] integers, from 0 to `MOST_HITS`.
     Returns:
         [..., C] int64. All 0 where `total` is 0.
     Raises:
@@ -239,8 +246,11 @@ def largest_remainder(shares: ArrayLike, total: ArrayLike) -> NDArray[np.int64]:
         )
     if not (np.isfinite(parts) & (parts >= 0)).all():
         raise PlanInputError("`shares` has values that are negative or not finite; needed: from 0.")
-    if ((whole < 0) | (whole > 1 << 52)).any():
-        raise PlanInputError(f"`total` is {whole}; allowed: 0 to 2^52.")
+    wrong = (whole < 0) | (whole > MOST_HITS)
+    if wrong.any():
+        raise PlanInputError(f"`total` has {whole[wrong][0]}; allowed: 0 to {MOST_HITS}.")
+    # So that sums neither overflow nor vanish; by powers of two, which is exact.
+    parts = np.ldexp(parts, -np.frexp(parts.max(-1, keepdims=True, initial=0.0))[1])
     sums = parts.sum(-1)
     if ((sums == 0) & (whole > 0)).any():
         raise PlanInputError(
@@ -256,27 +266,44 @@ def largest_remainder(shares: ArrayLike, total: ArrayLike) -> NDArray[np.int64]:
     return quotas
 
 
-def _scaled(loads: Floats) -> Floats:
-    """Return loads whose largest of each layer is 1, so that sums neither overflow nor vanish."""
-    largest = loads.max(-1, keepdims=True)
-    return loads / np.where(largest > 0, largest, 1.0)
+def check_split(split: ArrayLike, slots: Ints, num_experts: int, name: str = "split") -> Floats:
+    """Return a split as float64 [L, P] after checking that it is one of a map.
 
-
-def _check_split(split: ArrayLike, slots: Ints, num_experts: int, name: str) -> Floats:
-    array = np.asarray(split, np.float64)
-    if array.shape != slots.shape or not (np.isfinite(array) & (array >= 0)).all():
+    Args:
+        split: what to check.
+        slots: [L, P], a whole map.
+        num_experts: E.
+        name: of the split, for messages.
+    Raises:
+        PlanInputError: another shape, no numbers, a share outside 0 to 1, an empty slot with a
+            share, or shares of an expert that do not sum to 1.
+    """
+    array = np.asarray(split)
+    if array.shape != slots.shape or array.dtype.kind not in "iuf":
         raise PlanInputError(
-            f"`{name}` has shape {list(array.shape)}; needed: {list(slots.shape)} finite shares, "
-            f"not negative."
+            f"`{name}` has shape {list(array.shape)} and dtype {array.dtype}; needed: "
+            f"{list(slots.shape)}, that of the map, numbers."
         )
-    held = np.where(slots >= 0, array, 0.0)
+    shares = array.astype(np.float64)
+    wrong = ~((shares >= 0) & (shares <= 1 + 1e-9)) | ((slots < 0) & (shares != 0))
+    if wrong.any():
+        layer, slot = (int(i) for i in np.argwhere(wrong)[0])
+        allowed = "0 to 1" if slots[layer, slot] >= 0 else "0, since its rank is excluded"
+        raise PlanInputError(
+            f"`{name}`[{layer}, {slot}] is {shares[layer, slot]}; allowed: {allowed}."
+        )
     for layer, row in enumerate(slots):
-        sums = np.bincount(np.maximum(row, 0), held[layer], minlength=num_experts)
-        wrong = np.abs(sums - 1) > 1e-6
-        if wrong.any():
-            expert = int(wrong.argmax())
+        sums = np.bincount(row[row >= 0], shares[layer, row >= 0], minlength=num_experts)
+        expert = int(np.abs(sums - 1).argmax())
+        if abs(sums[expert] - 1) > 1e-6:
             raise PlanInputError(
                 f"`{name}` of expert {expert} of layer {layer} sums to {sums[expert]:.6g} over its "
                 f"replicas; needed: 1."
             )
-    return held
+    return shares
+
+
+def _scaled(loads: Floats) -> Floats:
+    """Return loads whose largest of each layer is 1, so that sums neither overflow nor vanish."""
+    largest = loads.max(-1, keepdims=True)
+    return loads / np.where(largest > 0, largest, 1.0)

@@ -32,7 +32,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deepinfer_eplb.balance import even_split, largest_remainder, water_fill
+from deepinfer_eplb.balance import MOST_HITS, even_split, largest_remainder, water_fill
 from deepinfer_eplb.errors import PlanInputError, SettingError
 from deepinfer_eplb.maps import Floats, Ints, Layout
 
@@ -111,7 +111,7 @@ def to_physical(
             )
     _check_layer(layer, maps)
     num_experts = maps.num_replicas.shape[1]
-    ids = _integers(topk_ids, "topk_ids", (None, None), -1, num_experts - 1)
+    ids = _integers(topk_ids, "topk_ids", (None, None), (-1, num_experts - 1))
     words = [
         _integers(value, name, (len(ids),))
         for name, value in (("token_ids", token_ids), ("positions", positions))
@@ -186,10 +186,10 @@ def step_quotas(maps: Maps, layer: int, counts: ArrayLike) -> NDArray[np.int64]:
         counts: [E] integers, hits of the whole group.
     Raises:
         PlanInputError: the layer is out of range, or counts are not as above, negative, or beyond
-            2^52.
+            `balance.MOST_HITS`.
     """
     _check_layer(layer, maps)
-    hits = _integers(counts, "counts", maps.num_replicas[layer].shape, 0, 1 << 52)
+    hits = _integers(counts, "counts", maps.num_replicas[layer].shape, (0, MOST_HITS))
     split = water_fill(maps.physical_to_logical[layer][None], hits[None], maps.layout)[0]
     return largest_remainder(_of_replicas(split, maps.logical_to_physical[layer]), hits)
 
@@ -203,7 +203,7 @@ def _by_quota(
     quotas of its replicas:              replica 0  | replica 1   | replica 2
     """
     quotas = step_quotas(maps, layer, counts)
-    before = _integers(offsets, "offsets", quotas.shape[:1], 0)
+    before = _integers(offsets, "offsets", quotas.shape[:1], (0, MOST_HITS))
     total, own = quotas.sum(1), np.bincount(experts, minlength=len(quotas))
     if (own > total - before).any():
         expert = int((own > total - before).argmax())
@@ -247,8 +247,7 @@ def _integers(
     value: ArrayLike,
     name: str,
     shape: tuple[int | None, ...],
-    lowest: int | None = None,
-    highest: int | None = None,
+    allowed: tuple[int, int] | None = None,
 ) -> NDArray[np.int64]:
     array = np.asarray(value)
     fits = array.ndim == len(shape) and all(
@@ -259,14 +258,11 @@ def _integers(
         raise PlanInputError(
             f"`{name}` is {list(array.shape)} {array.dtype}; needed: [{needed}] integers."
         )
-    for bound, wrong in (
-        (lowest, array < (lowest if lowest is not None else 0)),
-        (highest, array > (highest if highest is not None else 0)),
-    ):
-        if bound is not None and wrong.any():
-            upper = f" to {highest}" if highest is not None else " or more"
+    if allowed is not None:
+        wrong = (array < allowed[0]) | (array > allowed[1])
+        if wrong.any():
             raise PlanInputError(
                 f"`{name}` has {array[wrong][0]} at {[int(i) for i in np.argwhere(wrong)[0]]}; "
-                f"allowed: {lowest}{upper}."
+                f"allowed: {allowed[0]} to {allowed[1]}."
             )
     return array.astype(np.int64)

@@ -65,36 +65,47 @@ def save_figure(path: Path, figure: Figure) -> None:
         ) from error
 
 
-def plot_rank_loads(path: Path, after: Floats, before: Floats | None) -> None:
+def plot_rank_loads(
+    path: Path, after: Floats, before: Floats | None, names: tuple[str, str] = ("before", "after")
+) -> None:
     """Draw what ranks compute, over the mean, heaviest first: the worst layers, a pane each.
 
     Args:
         path: where; .png, .svg or .pdf.
         after: [L, R], under the plan.
         before: [L, R], under the map before it; None where there is none.
+        names: of before and after.
     Raises:
         SettingError: see `check_plot`.
         FileError: the file cannot be written.
     """
-    first = after if before is None else before
-    worst = np.argsort(-_over_mean(first).max(1), kind="stable")[:_MOST_PANES]
+    curves = [(_over_mean(after), names[1], "C0")]
+    if before is not None:
+        curves.insert(0, (_over_mean(before), names[0], "C1"))
+    heaviest = [ranks.max(1) for ranks, _, _ in curves]
+    worst = np.argsort(-heaviest[0], kind="stable")[:_MOST_PANES]
     columns = min(3, len(worst))
     rows = -(-len(worst) // columns)
-    figure = new_figure(path, (4.5 * columns, 3.2 * rows + 0.6))
+    figure = new_figure(path, (4.5 * columns, 3.2 * rows + 0.9))
     panes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel()
     for pane, layer in zip(panes, sorted(worst.tolist()), strict=False):
-        for loads, name, colour in ((before, "before", "C1"), (after, "after", "C0")):
-            if loads is not None:
-                values = np.sort(_over_mean(loads)[layer])[::-1]
-                pane.step(range(len(values)), values, where="mid", label=name, color=colour)
+        for ranks, name, colour in curves:
+            values = np.sort(ranks[layer])[::-1]
+            pane.step(range(len(values)), values, where="mid", label=name, color=colour)
         pane.axhline(1.0, color="0.5", linewidth=0.8, linestyle=":")
-        pane.set_title(f"layer {layer}")
+        pane.set_title(f"layer {layer}: {' to '.join(f'{each[layer]:.3f}' for each in heaviest)}")
         pane.set_xlabel("rank, heaviest first")
+        pane.xaxis.get_major_locator().set_params(integer=True)
         pane.grid(alpha=0.3)
     for pane in panes[len(worst) :]:
         pane.set_axis_off()
-    panes[0].set_ylabel("load / mean")
+    panes[0].set_ylim(bottom=0)
+    for row in range(rows):
+        panes[row * columns].set_ylabel("load / mean of ranks")
     panes[0].legend()
+    shown = f"the worst {len(worst)} of {len(after)}" if len(worst) < len(after) else "all"
+    said = " to ".join(f"'{name}'" for _, name, _ in curves)
+    figure.suptitle(f"Load of ranks in {shown} layers; slowest/mean, {said}")
     save_figure(path, figure)
 
 

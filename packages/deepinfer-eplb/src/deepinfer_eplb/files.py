@@ -73,6 +73,31 @@ class Trace:
     hits: Floats
     steps_per_piece: int | None
 
+    def last(self, pieces_per_window: int, num_windows: int) -> Loads:
+        """Return the end of the trace as loads: its last window, and up to so many in a row.
+
+        Args:
+            pieces_per_window: pieces that make the loads.
+            num_windows: whole windows that `history` reaches back, the last one included; those
+                that there are if fewer.
+        Raises:
+            PlanInputError: a number is below 1, or the trace is shorter than a window.
+        """
+        for name, value in (
+            ("pieces_per_window", pieces_per_window),
+            ("num_windows", num_windows),
+        ):
+            if value < 1:
+                raise PlanInputError(f"`{name}` is {value!r}; allowed: whole numbers from 1.")
+        windows = min(num_windows, len(self.hits) // pieces_per_window)
+        if not windows:
+            raise PlanInputError(
+                f"The trace has {len(self.hits)} pieces, fewer than a window; give "
+                f"`pieces_per_window` {len(self.hits)} or less, or a longer trace."
+            )
+        history = self.hits[-windows * pieces_per_window :]
+        return Loads(history[-pieces_per_window:].sum(0), history)
+
 
 @dataclass(frozen=True, eq=False)
 class StoredMap:

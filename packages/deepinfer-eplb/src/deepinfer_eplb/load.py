@@ -28,6 +28,7 @@ __all__ = ["ExpertStats", "Window", "sum_of_ranks"]
 Counts = NDArray[np.int64]
 
 _LARGEST = np.iinfo(np.int64).max
+_MOST_COUNTS = 1 << 27  # kept at once, 1 GiB: 140 times those of 58 layers x 384 experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,8 @@ class ExpertStats:
             num_pieces: pieces of a window.
             num_windows: how many closed windows `history()` looks back.
         Raises:
-            SettingError: a number is below 1, or `window_steps` cannot be divided evenly.
+            SettingError: a number is below 1, `window_steps` cannot be divided evenly, or counts
+                would take more than 1 GiB.
         """
         for name, value in (
             ("num_layers", num_layers),
@@ -95,6 +97,13 @@ class ExpertStats:
         ):
             if not _is_whole(value) or value < 1:
                 raise SettingError(f"`{name}` is {value!r}; allowed: whole numbers from 1.")
+        kept = num_layers * num_experts * num_pieces * (num_windows + 1)
+        if kept > _MOST_COUNTS:
+            raise SettingError(
+                f"`num_layers` {num_layers} x `num_experts` {num_experts} x `num_pieces` "
+                f"{num_pieces} x {num_windows + 1} windows are {kept * 8 / 2**30:.3g} GiB of "
+                f"counts; allowed: 1 GiB. Give smaller numbers."
+            )
         if window_steps % num_pieces:
             divisor = max(k for k in range(1, num_pieces + 1) if window_steps % k == 0)
             rounded = -(-window_steps // num_pieces) * num_pieces

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +19,7 @@ from deepinfer_eplb.errors import PlanInputError
 
 __all__ = [
     "Layout",
+    "as_array",
     "check_loads",
     "check_map",
     "imbalance",
@@ -31,6 +33,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+# Powers and sums of loads stay finite between these.
+_LEAST_LOAD, _MOST_LOAD = 1e-30, 1e30
+_MOST_SLOTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,11 @@ class Layout:
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise PlanInputError(f"`{name}` is {value!r}; allowed: whole numbers from 1.")
             object.__setattr__(self, name, int(value))
+        if self.num_ranks * self.slots_per_rank > _MOST_SLOTS:
+            raise PlanInputError(
+                f"{self.num_ranks} ranks x {self.slots_per_rank} slots are more than the "
+                f"{_MOST_SLOTS} slots of a layer that are supported; give fewer of one."
+            )
         if self.num_ranks % self.num_nodes:
             raise PlanInputError(
                 f"{self.num_ranks} ranks cannot be divided among {self.num_nodes} nodes evenly; "
@@ -118,20 +129,32 @@ def check_loads(loads: ArrayLike, name: str = "loads", dims: int = 2) -> Floats:
             or no layers or experts.
     """
     shape = {1: "[experts]", 2: "[layers, experts]", 3: "[pieces, layers, experts]"}[dims]
-    array = np.asarray(loads)
+    array = as_array(loads, name)
     if array.ndim != dims or array.size == 0:
         raise PlanInputError(f"`{name}` has shape {list(array.shape)}; needed: {shape}, not empty.")
     if array.dtype.kind not in "iuf":
         raise PlanInputError(f"`{name}` has dtype {array.dtype}; needed: integers or floats.")
     values = array.astype(np.float64)
-    wrong = ~(np.isfinite(values) & (values >= 0))
+    wrong = ~((values == 0) | ((values >= _LEAST_LOAD) & (values <= _MOST_LOAD)))
     if wrong.any():
         place = [int(i) for i in np.argwhere(wrong)[0]]
         raise PlanInputError(
             f"`{name}`{place} is {array[tuple(place)]}; loads are counts of tokens: finite and "
-            "not negative."
+            f"not negative, 0 or from {_LEAST_LOAD:g} to {_MOST_LOAD:g}."
         )
     return values
+
+
+def as_array(value: ArrayLike, name: str) -> NDArray[Any]:
+    """Return a value as an array.
+
+    Raises:
+        PlanInputError: it is none, as lists of different lengths.
+    """
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise PlanInputError(f"`{name}` is no array: {error}. Give rows of one length.") from error
 
 
 def check_map(
@@ -147,7 +170,7 @@ def check_map(
         PlanInputError: wrong shape or dtype, an expert out of range, without a slot, or twice on a
             rank, or an excluded rank's slot in use.
     """
-    array = np.asarray(physical_to_logical)
+    array = as_array(physical_to_logical, name)
     want = ["layers" if num_layers is None else num_layers, layout.num_physical]
     layers_fit = array.ndim == 2 and num_layers in (None, len(array))
     if not layers_fit or array.shape[1] != layout.num_physical or not len(array):
@@ -157,6 +180,7 @@ def check_map(
         )
     if array.dtype.kind not in "iu":
         raise PlanInputError(f"`{name}` has dtype {array.dtype}; needed: integers.")
+    array = array.astype(np.int64)  # an unsigned one beyond it becomes negative
     used = np.zeros(layout.num_ranks, bool)
     used[layout.active] = True
     used = np.repeat(used, layout.slots_per_rank)

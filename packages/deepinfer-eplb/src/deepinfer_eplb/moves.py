@@ -10,14 +10,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deepinfer_eplb.errors import PlanInputError
 from deepinfer_eplb.maps import Ints, Layout, Longs, check_map
+from deepinfer_eplb.tables import aligned, size
 
-__all__ = ["Change", "Moves", "difference", "reason_to_drop", "rounds"]
+__all__ = ["Change", "HasMap", "Moves", "difference", "reason_to_drop", "rounds"]
+
+
+class HasMap(Protocol):
+    """A value with a map: a `Plan`, a map of a file, another `Moves`."""
+
+    @property
+    def physical_to_logical(self) -> Ints:
+        """[L, P] int32, the expert in each slot; -1 in empty ones."""
 
 
 class Change(IntEnum):
@@ -106,11 +116,7 @@ class Moves:
         # The sums of a rank over the layers, not sums of each layer's busiest.
         most = (self.num_sent.sum(0).max(), self.num_received.sum(0).max())
         rows.append(self._row("all", counts.sum(0), *most))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ]
+        lines = [aligned(rows)]
         if self.lost:
             named = ", ".join(f"{expert} of layer {layer}" for layer, expert in self.lost[:8])
             more = f" and {len(self.lost) - 8} more" if len(self.lost) > 8 else ""
@@ -120,22 +126,13 @@ class Moves:
     def _row(self, name: str, counts: Longs, sent: int, received: int) -> tuple[str, ...]:
         cells = [name, *map(str, counts)]
         for value in (sent, received):
-            cells += [str(value), _size(int(value) * self.expert_bytes)]
+            cells += [str(value), size(int(value) * self.expert_bytes)]
         return tuple(cells)
 
 
-def _size(num_bytes: int) -> str:
-    if not num_bytes:
-        return "-"
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"
-
-
 def difference(
-    old: ArrayLike,
-    new: ArrayLike,
+    old: ArrayLike | HasMap,
+    new: ArrayLike | HasMap,
     layout: Layout,
     expert_bytes: int = 0,
     cannot_send: Iterable[int] | None = None,
@@ -147,9 +144,10 @@ def difference(
     that may, the one that sends least in this layer does, and of equal ones the lower.
 
     Args:
-        old: [L, P] integers, the live map; -1 for an empty slot. It may lack experts and may use
-            slots of ranks that `layout` excludes.
-        new: [L, P] integers, a whole map for `layout`.
+        old: [L, P] integers, the live map, or a value that has it as `physical_to_logical`, such
+            as a plan; -1 for an empty slot. It may lack experts and may use slots of ranks that
+            `layout` excludes.
+        new: the same of a whole map for `layout`.
         layout: of the new map; ranks, nodes and slots are also those of the old one.
         expert_bytes: bytes of one expert of one layer, all its tensors; 0 if unknown.
         cannot_send: ranks whose weights are out of reach. None: the excluded ones. A rank that is
@@ -157,7 +155,7 @@ def difference(
     Raises:
         PlanInputError: a map or a number is not as above.
     """
-    after, before, num_experts = _check_maps(old, new, layout)
+    after, before, num_experts = _check_maps(_slots_of(old), _slots_of(new), layout)
     if isinstance(expert_bytes, bool) or int(expert_bytes) != expert_bytes or expert_bytes < 0:
         raise PlanInputError(f"`expert_bytes` is {expert_bytes!r}; allowed: whole numbers from 0.")
     can_send = np.ones(layout.num_ranks, bool)
@@ -248,13 +246,17 @@ def reason_to_drop(
     return None
 
 
-def _check_maps(old: ArrayLike, new: ArrayLike, layout: Layout) -> tuple[Ints, Ints, int]:
+def _slots_of(value: ArrayLike | HasMap) -> NDArray[np.integer]:
+    return np.asarray(getattr(value, "physical_to_logical", value))
+
+
+def _check_maps(
+    before: NDArray[np.integer], given: NDArray[np.integer], layout: Layout
+) -> tuple[Ints, Ints, int]:
     """Return the new map, the old one and the number of experts."""
-    given = np.asarray(new)
     # A whole map has a slot for every expert, so the last one tells how many there are.
     num_experts = int(given.max(initial=0)) + 1 if given.dtype.kind in "iu" else 1
     after = check_map(given, num_experts, layout, name="new")
-    before = np.asarray(old)
     if before.shape != after.shape or before.dtype.kind not in "iu":
         raise PlanInputError(
             f"`old` is {before.dtype} of shape {list(before.shape)}; needed: integers of shape "

@@ -19,6 +19,7 @@ from deepinfer_eplb.maps import (
     Ints,
     Layout,
     Longs,
+    as_array,
     check_loads,
     check_map,
     imbalance,
@@ -37,7 +38,7 @@ _MODES = ("auto", "full", "incremental")
 _SPLITS = ("even", "quota")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """Where experts live, and what that gains. A value: nothing is moved by making one.
 
@@ -48,7 +49,8 @@ class Plan:
         split: [L, R * S] float64, the share of its expert's tokens that each slot takes, summing to
             1 for an expert; None where all replicas take the same.
         previous: the map that was live, [L, R * S] int32, or None.
-        loads: [L, E] float64, what it was planned on: the last window.
+        loads: [L, E] float64, of the last window.
+        mode: `full`, planned from nothing, or `incremental`, the live map improved.
     """
 
     physical_to_logical: Ints
@@ -57,6 +59,15 @@ class Plan:
     split: Floats | None
     previous: Ints | None
     loads: Floats
+    mode: str = "full"
+
+    def __repr__(self) -> str:
+        """Say what it is, without the maps."""
+        return (
+            f"Plan({self.mode}: {len(self.physical_to_logical)} layers x {self.num_experts} experts"
+            f" on {self.layout.num_ranks} ranks x {self.layout.slots_per_rank} slots, slowest/mean "
+            f"{self.ratio_before:.3f} -> {self.ratio_after:.3f}, {self.moves} moves)"
+        )
 
     @cached_property
     def logical_to_physical(self) -> Ints:
@@ -147,8 +158,12 @@ class Planner:
             node; `auto`: the latter where groups are given and divide as it needs.
         mode: `full`: a plan from nothing, its ranks named so that little moves; `incremental`: the
             live map is improved; `auto`: incremental where there is a live map.
-        move_budget: copies between ranks in one layer of an incremental plan, at most. Experts that
-            were lost with excluded ranks are placed whatever it is.
+        move_budget: copies between ranks in one layer of an incremental plan, at most. Not counted
+            are those that must be: experts that were lost with excluded ranks, and what fills ranks
+            that are excluded no more.
+        min_gain: what a move of an incremental plan must take off the cost that is minimised (see
+            `policies.search`), as a share of it. With the default nothing moves while traffic stays
+            as it is; with 0 the budget is always used up, for gains of about 0.0003 in the ratio.
         replan_slack: where the incremental plan's slowest/mean of the loads is above that of a full
             one by more, the layer is planned in full, whatever that moves; None: never.
         split: `even`: all replicas of an expert take the same share; `quota`: shares that level the
@@ -162,6 +177,7 @@ class Planner:
     policy: str = "auto"
     mode: str = "auto"
     move_budget: int = 40
+    min_gain: float = 1e-5
     replan_slack: float | None = None
     split: str = "even"
     excluded_ranks: Iterable[int] = ()
@@ -177,12 +193,20 @@ class Planner:
                 )
         for name, least in (("move_budget", 0), ("pieces_per_window", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or value < least:
                 raise SettingError(f"`{name}` is {value!r}; allowed: whole numbers from {least}.")
-        slack = self.replan_slack
-        if slack is not None and not (isinstance(slack, int | float) and slack >= 0):
+        gain, slack = self.min_gain, self.replan_slack
+        if not _is_number(gain) or not 0 <= gain < 1:
+            raise SettingError(f"`min_gain` is {gain!r}; allowed: numbers from 0, below 1.")
+        if slack is not None and not (_is_number(slack) and slack >= 0):
             raise SettingError(f"`replan_slack` is {slack!r}; allowed: None, or numbers from 0.")
-        object.__setattr__(self, "excluded_ranks", tuple(self.excluded_ranks))
+        try:
+            object.__setattr__(self, "excluded_ranks", tuple(self.excluded_ranks))
+        except TypeError:
+            raise SettingError(
+                f"`excluded_ranks` is {self.excluded_ranks!r}; allowed: several ranks, such as [3]."
+            ) from None
 
     def plan(
         self,
@@ -191,7 +215,7 @@ class Planner:
         ranks: int,
         nodes: int,
         slots_per_rank: int,
-        prev: ArrayLike | None = None,
+        prev: Plan | ArrayLike | None = None,
         history: ArrayLike | None = None,
         groups: int | None = None,
     ) -> Plan:
@@ -200,10 +224,11 @@ class Planner:
         Args:
             loads: [L, E] tokens of each expert in the last window.
             ranks, nodes, slots_per_rank: where they may go; slots count spare ones too.
-            prev: [L, ranks * slots_per_rank], the live map; -1 on ranks excluded when it was made.
+            prev: [L, ranks * slots_per_rank], the live map, or the plan that it came from; -1 on
+                ranks excluded when it was made.
             history: [H, L, E], pieces of the last window, and of windows before it where they were
-                kept, oldest first; the last 30 are used. Planned on instead of `loads`, as
-                scenarios (see `forecast`).
+                kept, oldest first. Planned on instead of `loads`, as scenarios (see `forecast`);
+                time grows with H, and a piece weighs 0.93 of the next younger one.
             groups: of experts that the router picks as one; for the policy `hierarchical`.
         Raises:
             PlanInputError: loads, maps or sizes do not fit together, or no plan exists; with
@@ -222,12 +247,7 @@ class Planner:
         known = self._by_groups(num_experts, groups, layout)
         previous = None if prev is None else _previous(prev, num_experts, layout, num_layers)
         maps = None if previous is None else _active(previous, layout)
-        improves = self.mode != "full" and maps is not None and bool((maps >= 0).all())
-        if self.mode == "incremental" and not improves:
-            raise SettingError(
-                "`mode` is 'incremental', but there is no live map to improve: `prev` is None or "
-                "empty on a rank that is not excluded. Use 'auto', which then plans in full."
-            )
+        improves = self._improves(maps, layout, known, num_experts)
         silent = given.sum(1) == 0
         if pieces is not None:
             silent &= pieces.sum((0, 2)) == 0
@@ -243,9 +263,10 @@ class Planner:
             self.pieces_per_window,
             len(layout.active),
         )
-        budgets = np.where(silent, 0, self.move_budget)
+        most = min(self.move_budget, layout.num_physical)
+        budgets = np.where(silent, 0, most)
         if improves and maps is not None:
-            found = _improved(coming, maps, layout, known, budgets)
+            found = _improved(coming, maps, layout, known, budgets, self.min_gain)
             if self.replan_slack is not None:
                 whole = _full(coming, layout, known, maps)
                 excess = _ratios(found, given) - _ratios(whole, given)
@@ -255,12 +276,39 @@ class Planner:
         physical_to_logical = _with_excluded(found, layout)
         split = None
         if self.split == "quota":
-            expected = np.einsum("h,lhe->le", coming.weights, coming.scenarios)
+            expected = np.einsum("lh,lhe->le", coming.weights, coming.scenarios)
             split = water_fill(physical_to_logical, expected, layout)
-        return Plan(physical_to_logical, num_experts, layout, split, previous, given)
+        mode = "incremental" if improves else "full"
+        return Plan(physical_to_logical, num_experts, layout, split, previous, given, mode)
+
+    def _improves(
+        self, maps: Longs | None, layout: Layout, groups: int | None, num_experts: int
+    ) -> bool:
+        """Return whether the live map [L, R, S] is improved, and not planned from nothing."""
+        if self.mode == "full":
+            return False
+        if maps is None:
+            if self.mode == "incremental":
+                raise SettingError(
+                    "`mode` is 'incremental', but `prev` is None: there is no live map to improve. "
+                    "Give one, or use 'auto', which then plans in full."
+                )
+            return False
+        if groups is None or hierarchical.keeps_groups(maps, layout.num_nodes, groups, num_experts):
+            return True
+        if self.mode == "incremental":
+            raise PlanInputError(
+                f"The live map does not hold {groups // layout.num_nodes} whole groups on each "
+                "node, as the policy 'hierarchical' needs. Plan once with `mode` 'full'."
+            )
+        return False
 
     def _by_groups(self, num_experts: int, groups: int | None, layout: Layout) -> int | None:
         """Return the number of groups where they decide, else None."""
+        if groups is not None and (
+            isinstance(groups, bool) or not isinstance(groups, int | np.integer) or groups < 1
+        ):
+            raise PlanInputError(f"`groups` is {groups!r}; allowed: None, or whole numbers from 1.")
         if self.policy == "global" or (self.policy == "auto" and groups is None):
             return None
         try:
@@ -276,7 +324,7 @@ def plan(
     ranks: int,
     nodes: int,
     slots_per_rank: int,
-    prev: ArrayLike | None = None,
+    prev: Plan | ArrayLike | None = None,
     history: ArrayLike | None = None,
 ) -> Ints:
     """Return a map [L, ranks * slots_per_rank] int32 for the next interval.
@@ -305,9 +353,13 @@ def warm_up() -> float:
     return time.perf_counter() - start
 
 
-def _previous(prev: ArrayLike, num_experts: int, layout: Layout, num_layers: int) -> Ints:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _previous(prev: Plan | ArrayLike, num_experts: int, layout: Layout, num_layers: int) -> Ints:
     """Return the live map, checked; ranks that are excluded now may still have experts in it."""
-    array = np.asarray(prev)
+    array = as_array(prev.physical_to_logical if isinstance(prev, Plan) else prev, "prev")
     empty: NDArray[np.intp] = np.empty(0, np.intp)
     if array.ndim == 2 and array.shape[1] == layout.num_physical:
         by_rank = array.reshape(len(array), layout.num_ranks, -1)
@@ -336,10 +388,11 @@ def _improved(
     layout: Layout,
     groups: int | None,
     budgets: Longs,
+    min_gain: float,
 ) -> Longs:
     if groups is None:
-        return flat.incremental(coming, maps, budgets)
-    return hierarchical.incremental(coming, maps, layout.num_nodes, groups, budgets)
+        return flat.incremental(coming, maps, budgets, min_gain)
+    return hierarchical.incremental(coming, maps, layout.num_nodes, groups, budgets, min_gain)
 
 
 def _full(coming: Forecast, layout: Layout, groups: int | None, maps: Longs | None) -> Longs:

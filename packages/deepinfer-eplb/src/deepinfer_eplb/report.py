@@ -6,10 +6,11 @@ sum of a window, single steps are worse; the two must not be compared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from deepinfer_eplb.balance import lower_bound, water_fill
 from deepinfer_eplb.errors import PlanInputError
@@ -34,11 +35,15 @@ __all__ = [
     "active_loads",
     "before_of",
     "check_fits",
+    "in_order",
+    "in_order_imbalance",
     "map_report",
     "moves_between",
     "plan_report",
     "score_report",
 ]
+
+Rows: TypeAlias = list[list[str]]
 
 _BOUND_SWEEPS = 40  # of water-filling, see `simulate/replay.py`
 _MOST_NAMED = 5  # experts named in a row
@@ -46,6 +51,9 @@ _MOST_NAMED = 5  # experts named in a row
 
 def plan_report(plan: Plan, load: ArrayLike, expert_bytes: int | None = None) -> str:
     """Return a table: what a plan gains in each layer under a load, and what it costs.
+
+    It is compared with the live map; where there is none, or one that has slots of ranks that are
+    excluded now, with `in_order`.
 
     Args:
         plan: the plan.
@@ -57,25 +65,21 @@ def plan_report(plan: Plan, load: ArrayLike, expert_bytes: int | None = None) ->
     """
     after = plan.imbalance(load)
     loads = check_loads(load, "load")
-    known = before_of(plan)
-    before = None if known is None else _imbalance(known, loads, plan.layout, None)
-    added = _added(plan)
-    moves = plan.moves_per_layer
-    most = plan.num_replicas.max(1)
-    header = ["layer", "slowest/mean before", "after", "replicas added", "most replicas", "moves"]
-    rows = [header]
-    for layer in range(len(after)):
-        cells = [str(layer), "-" if before is None else f"{before[layer]:.3f}"]
-        cells += [f"{after[layer]:.3f}", *(str(each[layer]) for each in (added, most, moves))]
-        rows.append(cells)
-    old = "-" if before is None else f"{before.mean():.3f}"
-    totals = (str(added.sum()), str(most.max()), str(moves.sum()))
-    rows.append(["all", old, f"{after.mean():.3f}", *totals])
-    old = "-" if before is None else f"{before.max():.3f}"
-    rows.append(["worst", old, f"{after.max():.3f}", "", "", ""])
+    live = before_of(plan)
+    if live is None:
+        name, before = "in order", in_order_imbalance(loads, plan.layout)
+    else:
+        name, before = "before", _imbalance(live, loads, plan.layout, None)
+    added, most, moves = _added(plan), plan.num_replicas.max(1), plan.moves_per_layer
+    rows = [
+        ["layer", f"slowest/mean {name}", "after", "replicas added", "most replicas", "moves"],
+        *_ratio_rows((before, after), (added, most, moves)),
+        ["all", "", "", str(added.sum()), str(most.max()), str(moves.sum())],
+    ]
     if expert_bytes is not None:
-        sizes = [size(int(each) * expert_bytes) for each in (*moves, moves.sum())]
-        for row, cell in zip(rows, ["to move", *sizes, ""], strict=True):
+        sizes = [size(int(each) * expert_bytes) for each in moves]
+        cells = ["to move", *sizes, "", "", size(int(moves.sum()) * expert_bytes)]
+        for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
     return aligned(rows)
 
@@ -96,6 +100,7 @@ def score_report(stored: StoredMap, loads: ArrayLike, history: ArrayLike | None 
     best = water_fill(slots, values, layout, sweeps=_BOUND_SWEEPS)
     columns = {
         "slowest/mean": _imbalance(slots, values, layout, stored.split),
+        "in order": in_order_imbalance(values, layout),
         "best split": _imbalance(slots, values, layout, best),
         "no map below": lower_bound(values, layout),
     }
@@ -104,12 +109,7 @@ def score_report(stored: StoredMap, loads: ArrayLike, history: ArrayLike | None 
         for piece in pieces[:1]:
             check_fits(stored, piece)
         columns["of pieces"] = _imbalance(slots, pieces, layout, stored.split).mean(0)
-    rows = [["layer", *columns]]
-    for layer in range(len(values)):
-        rows.append([str(layer), *(f"{each[layer]:.3f}" for each in columns.values())])
-    rows.append(["mean", *(f"{each.mean():.3f}" for each in columns.values())])
-    rows.append(["worst", *(f"{each.max():.3f}" for each in columns.values())])
-    return aligned(rows)
+    return aligned([["layer", *columns], *_ratio_rows(tuple(columns.values()))])
 
 
 def map_report(
@@ -125,24 +125,30 @@ def map_report(
         PlanInputError: loads or maps do not fit together.
     """
     layout, counts = stored.layout, stored.num_replicas
-    header = ["layer", "replicated experts", "most replicas", "of experts"]
-    rows = [header]
+    replicated, most = (counts > 1).sum(1), counts.max(1)
+    rows = [["layer", "replicated experts", "most replicas", "of experts"]]
     for layer, of_layer in enumerate(counts):
-        most = int(of_layer.max())
-        named = _named(np.flatnonzero(of_layer == most)) if most > 1 else "-"
-        rows.append([str(layer), str((of_layer > 1).sum()), str(most), named])
+        named = _named(np.flatnonzero(of_layer == most[layer])) if most[layer] > 1 else "-"
+        rows.append([str(layer), str(replicated[layer]), str(most[layer]), named])
+    totals = ["all", str(replicated.sum()), str(most.max()), ""]
     if loads is not None:
         values = check_fits(stored, loads)
         active = active_loads(stored.physical_to_logical, values, layout, stored.split)
         ratios = imbalance(active, len(layout.active))
-        header += ["slowest/mean", "slowest rank", "quickest rank"]
+        rows[0] += ["slowest/mean", "slowest rank", "quickest rank"]
         for layer, row in enumerate(rows[1:]):
             slowest, quickest = (layout.active[f(active[layer])] for f in (np.argmax, np.argmin))
             row += [f"{ratios[layer]:.3f}", str(slowest), str(quickest)]
+        for name, value in (("mean", ratios.mean()), ("worst", ratios.max())):
+            rows.append([name, "", "", "", f"{value:.3f}", "", ""])
+        totals += [""] * 3
+    rows.append(totals)
     if previous is not None:
-        header.append("moves")
-        for row, moves in zip(rows[1:], moves_between(previous, stored), strict=True):
-            row.append(str(moves))
+        moves = moves_between(previous, stored)
+        blank = [""] * (len(rows) - len(moves) - 2)
+        cells = ["moves", *map(str, moves), *blank, str(moves.sum())]
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell)
     return _summary(stored) + "\n\n" + aligned(rows)
 
 
@@ -180,6 +186,42 @@ def check_fits(stored: StoredMap, loads: ArrayLike) -> Floats:
     return values
 
 
+def in_order(num_experts: int, layout: Layout) -> Ints:
+    """Return the map of a layer without balancing: [P] int32.
+
+    Experts in order, as many on each rank that is not excluded, or one more on the first ones; no
+    replicas, and -1 in the slots that are left.
+
+    Args:
+        num_experts: E.
+        layout: ranks and slots.
+    Raises:
+        PlanInputError: so many experts do not fit.
+    """
+    layout.check_experts(num_experts)
+    slots = np.full((layout.num_ranks, layout.slots_per_rank), -1, np.int32)
+    parts = np.array_split(np.arange(num_experts), len(layout.active))
+    for rank, experts in zip(layout.active, parts, strict=True):
+        slots[rank, : len(experts)] = experts
+    return slots.ravel()
+
+
+def in_order_imbalance(loads: ArrayLike, layout: Layout) -> Floats:
+    """Return slowest rank over mean with experts in order and no replicas: [L] float64.
+
+    What it is without balancing; see `in_order`.
+
+    Args:
+        loads: [L, E] tokens of each expert.
+        layout: ranks and slots.
+    Raises:
+        PlanInputError: loads are not as above, or do not fit into the layout.
+    """
+    values = check_loads(loads)
+    slots = in_order(values.shape[1], layout)
+    return _imbalance(np.tile(slots, (len(values), 1)), values, layout, None)
+
+
 def active_loads(slots: Ints, loads: Floats, layout: Layout, split: Floats | None) -> Floats:
     """Return what each rank that is not excluded computes, [L, ranks], of loads [L, E].
 
@@ -203,6 +245,18 @@ def before_of(plan: Plan) -> Ints | None:
 
 def _imbalance(slots: Ints, loads: Floats, layout: Layout, split: Floats | None) -> Floats:
     return imbalance(rank_loads(slots, loads, layout.num_ranks, split), len(layout.active))
+
+
+def _ratio_rows(ratios: Sequence[Floats], counts: Sequence[NDArray[np.integer]] = ()) -> Rows:
+    """Return a row for each layer, and `mean` and `worst` of the ratios."""
+    rows = []
+    for layer in range(len(ratios[0])):
+        cells = [f"{each[layer]:.3f}" for each in ratios]
+        rows.append([str(layer), *cells, *(str(each[layer]) for each in counts)])
+    blank = [""] * len(counts)
+    rows.append(["mean", *(f"{each.mean():.3f}" for each in ratios), *blank])
+    rows.append(["worst", *(f"{each.max():.3f}" for each in ratios), *blank])
+    return rows
 
 
 def _added(plan: Plan) -> Longs:

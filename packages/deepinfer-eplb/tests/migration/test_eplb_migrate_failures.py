@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from migration_experts import (
 )
 from migration_processes import DIED, die, meet
 
-from deepinfer_eplb.errors import MigrationError
+from deepinfer_eplb.errors import EplbError, MigrationError
 from deepinfer_eplb.maps import Layout
 from deepinfer_eplb.migrate import Vote, vote_over
 
@@ -357,6 +358,69 @@ def test_decision_that_cannot_be_right_is_not_followed(
         assert unchanged
 
 
+# ---- a rank is called with what cannot be -------------------------------------------------------
+
+
+def start_with_a_bad_plan(
+    rank: int, num_ranks: int, folder: Path, maps: list[Map], bad: object
+) -> str:
+    model = Model(maps[0], layout_of(num_ranks), rank)
+    said = ""
+    try:
+        model.migrator.start(bad if rank == 0 else maps[1])
+    except EplbError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert not model.migrator.busy
+    model.check()
+    # All are where they were, and the same group goes on.
+    model.migrator.start(maps[1])
+    finish(model, itertools.count())
+    assert (model.migrator.installed_map == maps[1]).all()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (np.zeros((NUM_LAYERS, 14), int), "`physical_to_logical` loses expert 1 of layer 0"),
+        (np.full((NUM_LAYERS, 14), 10**9), "`physical_to_logical`[0, 0] is 1000000000"),
+        ([[0], [1, 2]], "`physical_to_logical` is no array"),
+        (None, "`physical_to_logical` has shape []; needed"),
+    ],
+)
+def test_plan_that_one_rank_refuses_starts_on_none(
+    on_ranks: OnRanks, bad: object, message: str
+) -> None:
+    answers = on_ranks(start_with_a_bad_plan, 2, maps_for(31, layout_of(2), layout_of(2)), bad)
+    assert answers[0].startswith("PlanInputError: ") and message in answers[0]
+    assert answers[1].startswith("MigrationError: Rank 1 cannot start: ranks [0] refuse the plan")
+
+
+def give_a_bad_step(
+    rank: int, num_ranks: int, folder: Path, maps: list[Map], bad: Any
+) -> tuple[str, bool]:
+    model = Model(maps[0], layout_of(num_ranks), rank, bytes_per_step=1.0)
+    model.migrator.start(maps[1])
+    model.migrator.advance(4)
+    with pytest.raises(MigrationError) as caught:
+        model.migrator.advance(bad if rank == 0 else 5)
+    assert model.migrator.vote is Vote.FAULT  # for an engine that exchanges ballots
+    model.check()
+    unchanged = bool((model.migrator.installed_map == maps[0]).all())
+    model.migrator.recover(meet(folder / "second", rank, num_ranks), range(num_ranks))
+    model.migrator.start(maps[1])
+    finish(model, itertools.count(6))
+    return str(caught.value), unchanged
+
+
+@pytest.mark.parametrize("bad", [4, 3, "5", True])
+def test_step_that_does_not_grow_on_one_rank_ends_it_on_all(on_ranks: OnRanks, bad: Any) -> None:
+    answers = on_ranks(give_a_bad_step, 2, maps_for(32, layout_of(2), layout_of(2)), bad)
+    assert f"`step` is {bad!r} after 4; needed: whole numbers that grow" in answers[0][0]
+    assert "another rank reported a fault" in answers[1][0]
+    assert [unchanged for _, unchanged in answers] == [True, True]
+
+
 # ---- a rank wants to stop -----------------------------------------------------------------------
 
 
@@ -396,3 +460,32 @@ def test_end_asked_for_by_one_rank_or_all_ends_it_on_all(
     for rank, (_, stopped) in enumerate(answers):
         asked = rank in askers
         assert stopped == ("weights are loaded anew" if asked else "asked for by another rank")
+
+
+def stop_too_late(rank: int, num_ranks: int, folder: Path, maps: list[Map]) -> list[Any]:
+    """Asked for when the group has all of the last layer and says so, by ballots one step old."""
+    decision = Vote.WAIT
+    model = Model(maps[0], layout_of(num_ranks), rank, agree=lambda vote: decision)
+    found: list[Any] = []
+    steps = itertools.count()
+    for target in (maps[1], maps[0]):
+        model.migrator.start(target)
+        installed = 0
+        while model.migrator.busy:
+            installed += len(model.migrator.advance(next(steps)))
+            ballot = torch.tensor(int(model.migrator.vote))
+            dist.all_reduce(ballot, op=dist.ReduceOp.MIN)
+            decision = Vote(int(ballot))
+            last = installed == NUM_LAYERS - 1 and decision is Vote.READY
+            if rank == 0 and target is maps[1] and last:
+                model.migrator.abort("too late")
+                assert model.migrator.vote is Vote.ABORT
+        model.check()
+        found.append((installed, model.migrator.stopped))
+        decision = Vote.WAIT
+    return found
+
+
+def test_end_asked_for_too_late_does_not_end_the_next_migration(on_ranks: OnRanks) -> None:
+    answers = on_ranks(stop_too_late, 2, maps_for(33, layout_of(2), layout_of(2)))
+    assert answers == [[(NUM_LAYERS, None)] * 2] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ from migration_experts import (
     maps_for,
 )
 
-from deepinfer_eplb.errors import EplbError
+from deepinfer_eplb.balance import even_split
+from deepinfer_eplb.dispatch import bounds_of
+from deepinfer_eplb.errors import EplbError, PlanInputError
+from deepinfer_eplb.files import load_map, save_map
 from deepinfer_eplb.maps import Layout
-from deepinfer_eplb.migrate import ExpertMaps, Vote
+from deepinfer_eplb.migrate import ExpertMaps, Migrator, Vote
 from deepinfer_eplb.moves import Change, difference
-from deepinfer_eplb.plan import Plan
+from deepinfer_eplb.plan import Plan, Planner
 
 pytestmark = pytest.mark.dist
 OnRanks = Callable[..., list[Any]]
@@ -105,25 +109,26 @@ def test_a_step_sees_ranks_with_different_maps(on_ranks: OnRanks) -> None:
     assert on_ranks(leave_a_layer_out, 2, maps_for(6, layout, layout)) == [1, 1]
 
 
-def shares_alone(rank: int, num_ranks: int, folder: Path, live: Map) -> list[list[float]]:
+def shares_alone(rank: int, num_ranks: int, folder: Path, live: Map) -> list[int]:
     model = Model(live, layout_of(num_ranks), rank)
-    split = model.maps.split.double().numpy().copy()
-    twice = np.flatnonzero(live[1] == np.flatnonzero(np.bincount(live[1]) == 2)[0])
+    split = even_split(live, NUM_EXPERTS)
+    number = int(np.flatnonzero(np.bincount(live[1]) == 2)[0])
+    twice = np.flatnonzero(live[1] == number)
     split[1, twice] = [0.25, 0.75]
     plan = Plan(live, NUM_EXPERTS, model.layout, split, live, np.ones((NUM_LAYERS, NUM_EXPERTS)))
     model.migrator.start(plan)
     installed = finish(model, itertools.count())
     assert installed == [(1,)]
     assert model.migrator.bytes_sent == model.migrator.bytes_received == 0
-    return [model.maps.split[1, twice].tolist(), model.maps.split[0].tolist()]
+    for layer in range(NUM_LAYERS):
+        found = model.maps.bounds[layer, :, :2].numpy()
+        assert np.array_equal(found, bounds_of(plan, layer)), layer
+    return model.maps.bounds[1, number].tolist()
 
 
 def test_new_shares_are_installed_where_nothing_moves(on_ranks: OnRanks) -> None:
     (live,) = maps_for(7, layout_of(2))
-    answers = on_ranks(shares_alone, 2, live)
-    assert answers[0] == answers[1]
-    assert answers[0][0] == [0.25, 0.75]
-    assert sum(answers[0][1]) == NUM_EXPERTS
+    assert on_ranks(shares_alone, 2, live) == [[1 << 30, 1 << 32]] * 2
 
 
 # ---- throttle -----------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ def count_bytes(
     return moved, model.migrator.bytes_sent, model.migrator.bytes_received, len(moved)
 
 
-@pytest.mark.parametrize("num_experts", [0.1, 1, 2.5, 1000])
+@pytest.mark.parametrize("num_experts", [0.1, 1, 2.5, 1000, math.inf])
 def test_ranks_move_no_more_than_the_limit_for_a_step(
     on_ranks: OnRanks, num_experts: float
 ) -> None:
@@ -173,6 +178,8 @@ def test_ranks_move_no_more_than_the_limit_for_a_step(
     if num_experts <= 1:
         assert steps >= busiest.sum() > NUM_LAYERS
     assert moves.count(Change.RECEIVED).min() > 4
+    if num_experts == math.inf:
+        assert sum(max(each) > 0 for each in answers[0][0]) == NUM_LAYERS
 
 
 # ---- agreement ----------------------------------------------------------------------------------
@@ -233,18 +240,21 @@ def refused(rank: int, num_ranks: int, folder: Path, maps: list[Map]) -> list[st
     attempt(lambda: migrator.start(maps[1][:2]))
     attempt(lambda: migrator.start(maps[1] if rank else maps[2]))
     attempt(make(weights, bytes_per_step=0))
+    attempt(make(weights, bytes_per_step=math.nan))
     attempt(make(weights, timeout_seconds=-1.0))
+    attempt(make(weights, timeout_seconds=math.inf))
     attempt(make(weights, ranks=[0, 0]))
     attempt(make(weights[:2]))
     attempt(make([{}, *weights[1:]]))
     attempt(make([{"tag": weights[0]["tag"][1:]}, *weights[1:]]))
     attempt(make([{"weight": weights[0]["weight"].transpose(1, 2)}, *weights[1:]]))
     attempt(lambda: ExpertMaps.of(maps[0]))
+    attempt(lambda: ExpertMaps.of([[0, 1, 2, 10**9]], Layout(2, 1, 2)))
+    attempt(lambda: ExpertMaps.of([[0, 1], [2]], Layout(2, 1, 1)))
+    attempt(lambda: ExpertMaps.of([[0.5, 1.0]], Layout(2, 1, 1)))
     migrator.start(maps[1])
     attempt(lambda: migrator.start(maps[2]))
-    migrator.advance(5)
-    attempt(lambda: migrator.advance(5))
-    finish(model, itertools.count(6))
+    finish(model, itertools.count(5))
     assert (migrator.installed_map == maps[1]).all()
     return said
 
@@ -258,16 +268,70 @@ def test_what_cannot_be_is_refused_and_changes_nothing(on_ranks: OnRanks) -> Non
         "PlanInputError: `physical_to_logical` has shape [2, 14]",
         "MigrationError: Rank 0: ranks have different plans",
         "SettingError: `bytes_per_step` is 0",
+        "SettingError: `bytes_per_step` is nan",
         "SettingError: `timeout_seconds` is -1.0",
+        "SettingError: `timeout_seconds` is inf; allowed: numbers above 0, up to 1e+06",
         "PlanInputError: `ranks` is [0, 0] for a group of 2",
         "PlanInputError: `physical_to_logical` has shape [4, 14]; needed: [2, 14]",
         "PlanInputError: `weights`[0] is empty",
         "PlanInputError: `weights`[0]['tag'] has shape [6]; needed: [7, ...]",
         "PlanInputError: `weights`[0]['weight'] has strides (9, 1, 3)",
         "PlanInputError: `layout` is missing",
+        "PlanInputError: The map has expert 1000000000, but 4 slots have room for experts 0 to 3",
+        "PlanInputError: `physical_to_logical` is no array",
+        "PlanInputError: `physical_to_logical` has dtype float64; needed: integers",
         "MigrationError: Rank 0 cannot start: a migration is under way",
-        "PlanInputError: `step` is 5 after 5",
     ]
     for said, part in zip(answers[0], parts, strict=True):
         assert part in said
     assert "ranks have different plans" in answers[1][3]
+
+
+# ---- the maps that steps read -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("excluded", [(), (1,)])
+def test_bounds_on_the_device_are_those_of_the_reference(excluded: tuple[int, ...]) -> None:
+    """With shares in float32 one bound in three would be another."""
+    loads = np.random.default_rng(12).gamma(0.5, 100, (3, 64))
+    planner = Planner(split="quota", excluded_ranks=excluded)
+    plan = planner.plan(loads, ranks=8, nodes=1, slots_per_rank=12)
+    maps = ExpertMaps.of(plan)
+    assert maps.bounds.dtype == torch.int64
+    assert maps.bounds.shape == maps.logical_to_physical.shape
+    most = plan.logical_to_physical.shape[2]
+    for layer in range(3):
+        found = maps.bounds[layer].numpy()
+        assert np.array_equal(found[:, :most], bounds_of(plan, layer))
+        assert (found[:, most:] == 1 << 32).all()
+
+
+def test_map_of_a_file_has_the_bounds_of_its_plan(tmp_path: Path) -> None:
+    loads = np.random.default_rng(13).gamma(0.5, 100, (2, 16))
+    plan = Planner(split="quota").plan(loads, ranks=4, nodes=1, slots_per_rank=5)
+    save_map(tmp_path / "map.json", plan)
+    stored = ExpertMaps.of(load_map(tmp_path / "map.json"))
+    assert torch.equal(stored.bounds, ExpertMaps.of(plan).bounds)
+
+
+def test_shares_that_are_none_are_refused() -> None:
+    live = np.array([[0, 1, 0, 2]], np.int32)
+    split = np.array([[0.5, 1.0, 0.4, 1.0]])
+    plan = Plan(live, 3, Layout(2, 1, 2), split, None, np.ones((1, 3)))
+    with pytest.raises(PlanInputError, match=r"`split` of expert 0 of layer 0 sums to 0\.9 over"):
+        ExpertMaps.of(plan)
+
+
+def room_for_others(rank: int, num_ranks: int, folder: Path, live: Map) -> str:
+    """The 14 slots were 7 ranks of 2 when the maps were made."""
+    maps = ExpertMaps.of(np.tile(np.arange(14) % 10, (NUM_LAYERS, 1)), Layout(7, 1, 2))
+    maps.physical_to_logical.copy_(torch.from_numpy(live))
+    weights = [{"tag": torch.zeros(7)}] * NUM_LAYERS
+    with pytest.raises(PlanInputError) as caught:
+        Migrator(dist.group.WORLD, weights, maps, layout_of(2), bytes_per_step=1.0)
+    return str(caught.value)
+
+
+def test_maps_without_room_for_all_replicas_are_refused(on_ranks: OnRanks) -> None:
+    for said in on_ranks(room_for_others, 2, maps_for(14, layout_of(2))[0]):
+        assert "`maps.logical_to_physical` has shape [4, 10, 5]; needed: [4, 10, 2]" in said

@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 
 from deepinfer_eplb import __version__
 from deepinfer_eplb.cli import maps, plan, simulate
-from deepinfer_eplb.cli.common import BAD_INPUT, CANNOT_WRITE, CommandError, output
-from deepinfer_eplb.errors import EplbError
+from deepinfer_eplb.cli.common import (
+    BAD_INPUT,
+    CANNOT_WRITE,
+    CommandError,
+    in_words_of_options,
+    output,
+)
+from deepinfer_eplb.errors import EplbError, FileError
 
 __all__ = ["main"]
 
@@ -20,6 +26,7 @@ _EPILOG = """examples:
   deepinfer-eplb score map.json newer.npz
   deepinfer-eplb report next.json newer.npz --prev map.json --plot ranks.png
   deepinfer-eplb simulate --regimes drift,bursty --plot ratio.png
+  deepinfer-eplb simulate --trace trace.npz --ranks 64 --slots-per-rank 7
 """
 
 
@@ -30,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 2 for bad input or a plot that cannot be drawn here; 1 when the output
         cannot be written.
     """
-    options = _parser().parse_args(arguments)
     try:
+        options = _options(arguments)
         if options.verb is None:
             output(_parser().format_help())
             return 0
@@ -39,15 +46,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(options, sys.argv[1:] if arguments is None else arguments)
         return 0
     except BrokenPipeError:  # the reader has enough
-        # What is still buffered vanishes, or Python would complain of it at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return CANNOT_WRITE
     except CommandError as error:
+        if error.status == CANNOT_WRITE:
+            _forget_output()
         print(f"deepinfer-eplb: {error}", file=sys.stderr)
         return error.status
-    except EplbError as error:
+    except FileError as error:  # names fields of a file, not options
         print(f"deepinfer-eplb: {error}", file=sys.stderr)
         return BAD_INPUT
+    except EplbError as error:
+        print(f"deepinfer-eplb: {in_words_of_options(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    try:
+        return _parser().parse_args(arguments)
+    except SystemExit:
+        output("")  # help or the version may still be in the buffer
+        raise
+
+
+def _forget_output() -> None:
+    """Let what is still buffered vanish, or Python would complain of it at the end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

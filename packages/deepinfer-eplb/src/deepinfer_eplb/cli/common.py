@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ __all__ = [
     "CANNOT_WRITE",
     "LOADS_HELP",
     "MAP_HELP",
+    "TRACE_HELP",
     "CommandError",
     "Verbs",
     "add_plot",
+    "check_file",
+    "in_words_of_options",
     "list_of",
     "output",
     "writing",
@@ -32,6 +36,27 @@ LOADS_HELP = (
     "JSON with the same fields"
 )
 MAP_HELP = "a map: .json or .npz, as `plan -o` writes it"
+
+TRACE_HELP = "NPZ or JSON with `hits` [pieces, layers, experts] and, if known, `steps_per_piece`"
+
+# What the library calls it -> the option; the rest are the same but for hyphens.
+_OPTIONS = {
+    "excluded_ranks": "--exclude",
+    "first_graded": "--first",
+    "num_experts": "--experts",
+    "num_layers": "--layers",
+    "num_nodes": "--nodes",
+    "num_ranks": "--ranks",
+    "num_windows": "--windows",
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in (
+            *("dispatch", "expert_bytes", "groups", "intervals", "mode", "move_budget"),
+            *("pieces_per_window", "policy", "prev", "regimes", "replan_slack", "seeds"),
+            *("single_steps", "slots_per_rank", "split", "strategies"),
+        )
+    },
+}
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _T = TypeVar("_T")
@@ -56,9 +81,38 @@ def writing() -> Iterator[None]:
 
 
 def output(text: str) -> None:
-    """Print a text now."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Print a text now.
+
+    Raises:
+        CommandError: it cannot be written.
+        BrokenPipeError: nobody reads it any more.
+    """
+    if sys.stdout is None:
+        raise CommandError("There is no standard output to write to.", CANNOT_WRITE)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        message = f"The output cannot be written: {error.strerror or error}. Send it elsewhere."
+        raise CommandError(message, CANNOT_WRITE) from error
+
+
+def in_words_of_options(message: str) -> str:
+    """Return a message of the library with the options' names in place of its own."""
+    return re.sub(r"`(\w+)`", lambda name: _OPTIONS.get(name[1], name[0]), message)
+
+
+def check_file(flag: str, path: Path | None) -> None:
+    """Refuse `-` as a file to write.
+
+    Raises:
+        CommandError: it is.
+    """
+    if path is not None and str(path) == "-":
+        message = f"{flag} is '-', but tables go to the standard output; give the name of a file."
+        raise CommandError(message, BAD_INPUT)
 
 
 def list_of(kind: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:

@@ -26,7 +26,8 @@ def add_score(verbs: Verbs) -> None:
     verb = verbs.add_parser(
         "score",
         help=text,
-        description=f"{text}. `best split`: what this map could reach, did replicas share in the "
+        description=f"{text}. `in order`: experts in order, no replicas: the ratio without "
+        "balancing; `best split`: what this map could reach, did replicas share in the "
         "best way; `no map below`: what no map could go below. Loads of a window give figures of "
         "the window: those of single steps are worse. `of pieces`: mean over pieces of `history`.",
     )
@@ -76,4 +77,5 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> None:
             if each is not None
         ]
         with writing():
-            plot_rank_loads(options.plot, ranks[0], ranks[1] if len(ranks) > 1 else None)
+            before = ranks[1] if len(ranks) > 1 else None
+            plot_rank_loads(options.plot, ranks[0], before, ("--prev", "MAP"))

@@ -10,9 +10,11 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from deepinfer_eplb.errors import PlanInputError
+from deepinfer_eplb.errors import PlanInputError, SettingError
 
-__all__ = ["Agree", "Members", "Vote", "vote_over"]
+__all__ = ["Agree", "Members", "Vote", "check_timeout", "vote_over"]
+
+_LONGEST = 1e6  # seconds: more than eleven days is no limit, and may not fit where it is kept
 
 
 class Vote(IntEnum):
@@ -33,7 +35,10 @@ def vote_over(group: dist.ProcessGroup, timeout_seconds: float = 60.0) -> Agree:
     Args:
         group: for host memory, with a member for every rank of the migration.
         timeout_seconds: after so long without an answer the vote has failed.
+    Raises:
+        SettingError: `timeout_seconds` is not above 0, or above 10^6.
     """
+    check_timeout(timeout_seconds)
 
     def agree(vote: Vote) -> int:
         least = torch.tensor([int(vote)], dtype=torch.int32)
@@ -42,6 +47,19 @@ def vote_over(group: dist.ProcessGroup, timeout_seconds: float = 60.0) -> Agree:
         return int(least)
 
     return agree
+
+
+def check_timeout(timeout_seconds: float) -> None:
+    """Refuse a limit that is none.
+
+    Raises:
+        SettingError: it is not above 0, or above 10^6.
+    """
+    if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= _LONGEST:
+        raise SettingError(
+            f"`timeout_seconds` is {timeout_seconds!r}; allowed: numbers above 0, up to "
+            f"{_LONGEST:g}."
+        )
 
 
 @dataclass(frozen=True)

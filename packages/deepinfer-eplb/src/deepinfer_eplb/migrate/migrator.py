@@ -14,16 +14,14 @@ from enum import Enum
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from deepinfer_eplb.errors import MigrationError, PlanInputError, SettingError
 from deepinfer_eplb.maps import Ints, Layout, num_replicas_of
-from deepinfer_eplb.migrate.agreement import Agree, Members, Vote, vote_over
-from deepinfer_eplb.migrate.expert_maps import ExpertMaps, HostMap, host_map
+from deepinfer_eplb.migrate.agreement import Agree, Members, Vote, check_timeout, vote_over
+from deepinfer_eplb.migrate.expert_maps import ExpertMaps, HostMap, Source, host_map
 from deepinfer_eplb.migrate.lane import Lane
 from deepinfer_eplb.migrate.staging import LayerSlots, Load, Staging
-from deepinfer_eplb.plan import Plan
 
 __all__ = ["Migrator"]
 
@@ -77,7 +75,7 @@ class Migrator:
                 Written in place.
             layout: of the live map.
             bytes_per_step: most bytes that a rank sends, and most that it receives, for one
-                `advance`; one expert at least.
+                `advance`; one expert at least. `math.inf`: a layer at once.
             ranks: the layout's rank of each member of the group; None: all, in order.
             agree: gives the least vote of all ranks, on every rank the same. It may go by `vote`
                 as it was at an earlier moment, if nothing was installed since. None:
@@ -88,20 +86,17 @@ class Migrator:
                 for the default `agree`.
         Raises:
             PlanInputError: tensors, maps or ranks do not fit the layout.
-            SettingError: a number is not above 0, or `agree` is missing on CUDA.
+            SettingError: `bytes_per_step` is not above 0, `timeout_seconds` is not, or is above
+                10^6, or `agree` is missing on CUDA.
         """
-        for name, value in (
-            ("bytes_per_step", bytes_per_step),
-            ("timeout_seconds", timeout_seconds),
-        ):
-            if not value > 0:
-                raise SettingError(f"`{name}` is {value!r}; allowed: numbers above 0.")
+        if not isinstance(bytes_per_step, int | float) or not bytes_per_step > 0:
+            raise SettingError(f"`bytes_per_step` is {bytes_per_step!r}; allowed: numbers above 0.")
+        check_timeout(timeout_seconds)
         self._slots = [LayerSlots.of(layer, each, layout) for layer, each in enumerate(weights)]
         self._maps, self._load = maps, load
-        self._bytes_per_step, self._timeout = bytes_per_step, timeout_seconds
-        live = maps.physical_to_logical.cpu().numpy()
-        host = host_map(live, layout, maps.num_replicas.shape[1], len(weights))
-        self._live = HostMap(live.copy(), maps.split.cpu().numpy().copy(), host.num_experts, layout)
+        # An engine may give 64 on one rank and 64.0 on another.
+        self._bytes_per_step, self._timeout = float(bytes_per_step), float(timeout_seconds)
+        self._live = HostMap.of_steps(maps, layout, len(weights))
         self._target = self._live
         self._queue: list[int] = []  # layers to install, the first one being staged
         self._staging: Staging | None = None
@@ -128,6 +123,8 @@ class Migrator:
     @property
     def vote(self) -> Vote:
         """What this rank says now: for a ballot that an engine exchanges while a step runs."""
+        if self._state is _State.BROKEN:
+            return Vote.FAULT
         if self._fault is None and self._staging is not None:
             try:
                 self._staging.check(self._timeout)
@@ -143,25 +140,29 @@ class Migrator:
     def _has_layer(self) -> bool:
         return self._staging is not None and self._staging.complete
 
-    def start(self, plan: Plan | ArrayLike, layout: Layout | None = None) -> None:
+    def start(self, plan: Source, layout: Layout | None = None) -> None:
         """Begin a migration. Every rank of the group calls it before the same step.
 
         Args:
-            plan: a plan, or a map [L, P] whose replicas share their tokens evenly.
-            layout: of a map; None: as now. A plan brings its own. Excluded ranks that are members
-                of the group send what they hold; what is on others is out of reach.
+            plan: a plan, a map of a file, or a map [L, P] whose replicas share their tokens evenly.
+            layout: of a map; None: as now. A plan or a file brings its own. Excluded ranks that are
+                members of the group send what they hold; what is on others is out of reach.
         Raises:
             PlanInputError: the map is not whole, has other sizes, or uses a rank outside the group.
-            MigrationError: one is under way or failed; ranks have different plans; or an expert is
-                out of reach and there is no `load`. Nothing has changed.
+            MigrationError: one is under way or failed; ranks have different plans, or another one
+                refuses its own; or an expert is out of reach and there is no `load`. Nothing has
+                changed, on any rank.
         """
         if self._state is not _State.IDLE:
             raise MigrationError(f"Rank {self._members.rank} cannot start: {self._state.value}.")
-        target = host_map(
-            plan, layout or self._live.layout, self._live.num_experts, len(self._slots)
-        )
-        self._check_layout(target.layout)
-        self._check_same(target)
+        target, refusal = self._live, None
+        try:
+            live = self._live
+            target = host_map(plan, layout or live.layout, live.num_experts, len(self._slots))
+            self._check_layout(target.layout)
+        except Exception as error:  # whatever it is, the other ranks must learn of it
+            refusal = error
+        self._check_same(target, refusal)
         self._check_reach()
         self._target = target
         self._queue = self._live.changed_layers(target)
@@ -177,21 +178,17 @@ class Migrator:
         `load`.
 
         Args:
-            step: number of the step that follows; larger each time.
+            step: number of the step that follows, whole; larger each time.
         Raises:
-            PlanInputError: `step` does not grow.
-            MigrationError: a rank failed, now or before. Layers installed before stay, all others
-                keep the old map, on all ranks. `recover` is the way on.
+            MigrationError: a rank failed, now or before, or was given a `step` that does not grow.
+                Layers installed before stay, all others keep the old map, on all ranks. `recover`
+                is the way on.
         """
         if self._state is _State.BROKEN:
             raise MigrationError(f"Rank {self._members.rank} cannot advance: {self._state.value}.")
         if self._state is _State.IDLE:
             return ()
-        if self._step is not None and step <= self._step:
-            raise PlanInputError(
-                f"`step` is {step} after {self._step}; advance once before each step."
-            )
-        self._step = step
+        self._take_step(step)
         self._move()
         decision = self._decide()
         if decision is Vote.FAULT:
@@ -203,6 +200,17 @@ class Migrator:
             self._clear()
             self._go("finish")
         return (self._install(),) if decision is Vote.READY else ()
+
+    def _take_step(self, step: int) -> None:
+        """Keep the number, or find the fault that ends the migration on all ranks alike."""
+        whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
+        if whole and (self._step is None or step > self._step):
+            self._step = int(step)
+        elif self._fault is None:
+            self._fault = PlanInputError(
+                f"`step` is {step!r} after {self._step}; needed: whole numbers that grow, one for "
+                "each step"
+            )
 
     def _move(self) -> None:
         """Start the next transfers, of the next layer if none is being staged.
@@ -247,6 +255,7 @@ class Migrator:
         self._take(staging)
         self._queue.pop(0)
         if not self._queue:
+            self._clear()  # of an end that was asked for too late
             self._go("finish")
         return staging.layer
 
@@ -321,7 +330,7 @@ class Migrator:
         )
 
     def _join(self, group: dist.ProcessGroup, ranks: Sequence[int], agree: Agree | None) -> None:
-        device = self._maps.split.device
+        device = self._maps.bounds.device
         if agree is None and device.type != "cpu":
             raise SettingError(
                 f"`agree` is missing for tensors on {str(device)!r}: a vote over their group would "
@@ -334,7 +343,7 @@ class Migrator:
         # Another lane for another group: transfers of the old one may hang in it for ever.
         self._lane = Lane(device, self._timeout)
 
-    def _gather(self, values: tuple[int, int]) -> list[list[int]]:
+    def _gather(self, values: tuple[int, ...]) -> list[list[int]]:
         try:
             return self._members.gather(values)
         except RuntimeError as error:
@@ -370,11 +379,24 @@ class Migrator:
                 f"{len(lost) - 1} more experts. Give `load`, which reads them from the checkpoint."
             )
 
-    def _check_same(self, target: HostMap) -> None:
-        """Refuse to start unless all ranks would do the same."""
+    def _check_same(self, target: HostMap, refusal: Exception | None) -> None:
+        """Refuse to start unless all ranks would do the same.
+
+        A rank that refuses its plan takes part, or the others would wait for it in vain.
+        """
         sizes = [sorted(each.sizes.items()) for each in self._slots]
-        setting = repr((target.layout, self._bytes_per_step, self._load is None, sizes))
-        said = self._gather((self._live.digest(), target.digest(setting)))
+        ranks = [int(rank) for rank in self._members.ranks]
+        setting = repr((target.layout, ranks, self._bytes_per_step, self._load is None, sizes))
+        mine = (self._live.digest(), target.digest(setting), int(refusal is not None))
+        said = self._gather(mine)
+        if refusal is not None:
+            raise refusal
+        refusing = [rank for rank, each in zip(ranks, said, strict=True) if each[2]]
+        if refusing:
+            raise MigrationError(
+                f"Rank {self._members.rank} cannot start: ranks {refusing} refuse the plan that "
+                "they were given, and say why. Nothing has changed; start again with one that fits."
+            )
         for column, what in enumerate(("live maps", "plans, tensors or settings")):
             digests = dict(zip(self._members.ranks, (each[column] for each in said), strict=True))
             if len(set(digests.values())) > 1:

@@ -118,8 +118,10 @@ class Staging:
             cannot_send=members.others(self._layout.num_ranks),
         )
         self._experts = moves.physical_to_logical[0]
-        per_round = max(1, int(bytes_per_step // sum(slots.sizes.values())))
-        self._rounds = rounds(moves.transfers(0), self._layout, per_round)
+        transfers, expert_bytes = moves.transfers(0), sum(slots.sizes.values())
+        # The limit may be infinite.
+        limit = min(bytes_per_step, len(transfers) * expert_bytes)
+        self._rounds = rounds(transfers, self._layout, max(1, int(limit // expert_bytes)))
         self._num_started = 0
         self._deadline = float("inf")
         first = members.rank * self._layout.slots_per_rank

@@ -1,22 +1,20 @@
 """The policy `global`: an expert may live on any rank.
 
-The compiled functions hold no interpreter lock, so that a thread can plan beside a step loop. None
-of them calls one of another module: numba's cache looks at the file of the outer one alone, so a
-change of the inner one would go unnoticed.
+Compiled functions hold no interpreter lock, so that a thread can plan beside a step loop.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from scipy.optimize import linear_sum_assignment
 
+from deepinfer_eplb.compiled import compiled
 from deepinfer_eplb.forecast import Forecast
 from deepinfer_eplb.maps import Longs
 from deepinfer_eplb.policies.greedy import place, replicate, restore
 from deepinfer_eplb.policies.search import improve
 
-__all__ = ["full", "incremental", "relabel"]
+__all__ = ["full", "incremental", "relabel", "shared"]
 
 MAX_STEPS = 300  # of a layer; 400 gain 1 % of the excess over perfect, for a third more time
 
@@ -31,20 +29,28 @@ def full(coming: Forecast, num_ranks: int, slots_per_rank: int) -> Longs:
     for layer, demand in enumerate(coming.demand):
         counts = replicate(demand, num_slots, most)
         first = place(demand, counts, num_ranks, slots_per_rank)
-        found[layer] = improve(first, coming.scenarios[layer], coming.weights, num_slots, MAX_STEPS)
+        found[layer] = improve(
+            first, coming.scenarios[layer], coming.weights[layer], num_slots, 0.0, MAX_STEPS
+        )
     return found
 
 
-def incremental(coming: Forecast, live: Longs, budgets: Longs) -> Longs:
+def incremental(coming: Forecast, live: Longs, budgets: Longs, min_gain: float) -> Longs:
     """Improve the live map of layers [L, R, S] with at most so many moves in each, [L].
 
-    Experts that have no slot get one first, outside the budget.
+    Empty slots, which hold -1, are filled first, and experts without a slot get one: outside the
+    budget.
     """
     found = np.array(live, np.int64, order="C")
     for layer, demand in enumerate(coming.demand):
         restore(demand, found[layer])
         found[layer] = improve(
-            found[layer], coming.scenarios[layer], coming.weights, budgets[layer], MAX_STEPS
+            found[layer],
+            coming.scenarios[layer],
+            coming.weights[layer],
+            budgets[layer],
+            min_gain,
+            MAX_STEPS,
         )
     return found
 
@@ -55,20 +61,39 @@ def relabel(new: Longs, old: Longs) -> Longs:
     Ranks are interchangeable: each set of experts goes to the rank that holds most of it already,
     all in all as many as possible, and every expert that stays on its rank keeps its slot.
     """
-    num_ranks = len(new)
-    num_experts = int(max(new.max(), old.max())) + 1
-    holds = np.zeros((2, num_ranks, num_experts + 1), np.float32)  # the last one: -1
-    for which, ranks in enumerate((new, old)):
-        np.put_along_axis(holds[which], ranks, 1.0, 1)
-    shared = holds[0, :, :-1] @ holds[1, :, :-1].T
-    _, to = linear_sum_assignment(shared, maximize=True)
+    _, to = linear_sum_assignment(shared(new, old), maximize=True)
     found = np.full_like(new, -1)
-    for rank in range(num_ranks):
+    for rank in range(len(new)):
         _keep_slots(new[rank], old[to[rank]], found[to[rank]])
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled
+def shared(new: Longs, old: Longs) -> Longs:
+    """Return how many experts each row of one map holds that each row of the other does, [R, R].
+
+    Counted here and not by a matrix product, for which numpy may wake threads on all cores.
+
+    Args:
+        new, old: [R, S]; -1 in an empty slot of `old`.
+    """
+    num_experts = max(new.max(), old.max()) + 1
+    holds = np.zeros((num_experts, len(new)), np.bool_)
+    for rank in range(len(new)):
+        for expert in new[rank]:
+            holds[expert, rank] = True
+    found = np.zeros((len(new), len(old)), np.int64)
+    seen = np.full(num_experts, -1, np.int64)
+    for rank in range(len(old)):
+        for expert in old[rank]:
+            if expert >= 0 and seen[expert] != rank:
+                seen[expert] = rank
+                for each in range(len(new)):
+                    found[each, rank] += holds[expert, each]
+    return found
+
+
+@compiled
 def _keep_slots(experts: Longs, before: Longs, slots: Longs) -> None:
     """Write a rank's experts into its slots [S]: those that were there stay where they were."""
     left = np.ones(len(experts), np.bool_)

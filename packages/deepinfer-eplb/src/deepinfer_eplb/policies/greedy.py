@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from deepinfer_eplb.compiled import compiled
 from deepinfer_eplb.maps import Bools, Floats, Longs
 
 __all__ = ["place", "replicate", "restore"]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def replicate(load: Floats, num_slots: int, most: int) -> Longs:
     """Return how many replicas each expert gets, [E] int64, summing to `num_slots`.
 
@@ -34,7 +34,7 @@ def replicate(load: Floats, num_slots: int, most: int) -> Longs:
     return counts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def place(load: Floats, counts: Longs, num_ranks: int, slots_per_rank: int) -> Longs:
     """Return a map [R, S] int64 that holds each expert `counts` times, never twice on a rank.
 
@@ -66,7 +66,7 @@ def place(load: Floats, counts: Longs, num_ranks: int, slots_per_rank: int) -> L
     return ranks
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _make_room(
     expert: int, share: Floats, ranks: Longs, used: Longs, total: Floats, holds: Bools
 ) -> int:
@@ -107,33 +107,66 @@ def _make_room(
     return giver
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def restore(load: Floats, ranks: Longs) -> None:
-    """Give every expert without a slot one, in place, [R, S] int64.
+    """Fill empty slots and give every expert without a slot one, in place, [R, S] int64.
 
-    The heaviest first, and in place of the replica whose going burdens the replicas that stay
-    least. For experts that were lost with the ranks that held them.
+    For ranks that were added, and experts that were lost with the ranks that held them. The lost
+    ones come first, the heaviest before others: each into an empty slot, or else in place of the
+    replica whose going burdens the replicas that stay least. Slots that are left empty get
+    replicas of what is heaviest per replica and not on that rank yet.
 
     Args:
         load: [E] float64.
-        ranks: [R, S], with at least E slots.
+        ranks: [R, S], with at least E slots; -1 is empty.
     """
+    num_ranks, slots_per_rank = ranks.shape
     counts = np.zeros(len(load), np.int64)
     for expert in ranks.ravel():
-        counts[expert] += 1
+        if expert >= 0:
+            counts[expert] += 1
     for expert in np.argsort(-load, kind="mergesort"):
         if counts[expert] > 0:
             continue
         least = np.inf
         at_rank, at_slot = -1, -1
-        for rank in range(ranks.shape[0]):
-            for slot in range(ranks.shape[1]):
-                count = counts[ranks[rank, slot]]
-                # with one replica there is none that could stay
-                burden = np.inf if count < 2 else load[ranks[rank, slot]] / (count * (count - 1.0))
+        for rank in range(num_ranks):
+            for slot in range(slots_per_rank):
+                burden = _burden(load, counts, ranks[rank, slot])
                 if burden < least:
                     least = burden
                     at_rank, at_slot = rank, slot
-        counts[ranks[at_rank, at_slot]] -= 1
+        if ranks[at_rank, at_slot] >= 0:
+            counts[ranks[at_rank, at_slot]] -= 1
         counts[expert] += 1
         ranks[at_rank, at_slot] = expert
+    for rank in range(num_ranks):
+        for slot in range(slots_per_rank):
+            if ranks[rank, slot] < 0:
+                added = _heaviest_absent(load, counts, ranks[rank])
+                counts[added] += 1
+                ranks[rank, slot] = added
+
+
+@compiled
+def _burden(load: Floats, counts: Longs, expert: int) -> float:
+    """Return what the going of a replica adds to each of those that stay; -1 for an empty slot."""
+    if expert < 0:
+        return -1.0
+    count = counts[expert]
+    # with one replica there is none that could stay
+    return np.inf if count < 2 else load[expert] / (count * (count - 1.0))
+
+
+@compiled
+def _heaviest_absent(load: Floats, counts: Longs, held: Longs) -> int:
+    """Return the expert with the largest load per replica that a rank does not hold."""
+    best = -1
+    for expert in range(len(load)):
+        absent = True
+        for each in held:
+            if each == expert:
+                absent = False
+        if absent and (best < 0 or load[expert] / counts[expert] > load[best] / counts[best]):
+            best = expert
+    return best

@@ -15,7 +15,7 @@ from deepinfer_eplb.forecast import Forecast
 from deepinfer_eplb.maps import Floats, Layout, Longs, num_arrivals
 from deepinfer_eplb.policies import flat
 
-__all__ = ["check", "full", "incremental", "relabel"]
+__all__ = ["check", "full", "incremental", "keeps_groups", "relabel"]
 
 
 def check(num_experts: int, groups: int | None, layout: Layout) -> int:
@@ -26,10 +26,10 @@ def check(num_experts: int, groups: int | None, layout: Layout) -> int:
             ranks; with numbers that work.
     """
     nodes = layout.num_nodes
-    if isinstance(groups, bool) or not isinstance(groups, int | np.integer) or groups < 1:
+    if groups is None:
         raise PlanInputError(
-            f"`groups` is {groups!r}, but the policy 'hierarchical' needs the router's number of "
-            "expert groups, from 1; give it, or use the policy 'global'."
+            "`groups` is None, but the policy 'hierarchical' needs the router's number of expert "
+            "groups; give it, or use the policy 'global'."
         )
     if num_experts % groups or groups % nodes:
         works = [g for g in range(1, num_experts + 1) if num_experts % g == 0 and g % nodes == 0]
@@ -46,11 +46,28 @@ def check(num_experts: int, groups: int | None, layout: Layout) -> int:
             "number on each. Exclude as many ranks on every node, or use the policy 'global'."
         )
     inside = Layout(int(left[0]), 1, layout.slots_per_rank)
+    per_node = num_experts // nodes
     try:
-        inside.check_experts(num_experts // nodes)
+        inside.check_experts(per_node)
     except PlanInputError as error:
         raise PlanInputError(f"On each node: {error}") from error
+    if len(layout.active) > 1 and layout.slots_per_rank > per_node:
+        raise PlanInputError(
+            f"{layout.slots_per_rank} slots on a rank are more than the {per_node} experts of its "
+            f"node, so it would hold one twice; give `slots_per_rank` {per_node} or less, or use "
+            "the policy 'global'."
+        )
     return int(groups)
+
+
+def keeps_groups(live: Longs, num_nodes: int, groups: int, num_experts: int) -> bool:
+    """Return whether each group is on one node of a live map [L, R, S], and all have as many."""
+    held = live.reshape(len(live), num_nodes, -1)
+    group = np.where(held < 0, groups, held // (num_experts // groups))  # the last one: empty
+    whole = np.zeros((len(live), num_nodes, groups + 1), bool)
+    np.put_along_axis(whole, group, True, 2)
+    on = whole[..., :-1]
+    return bool((on.sum(2) == groups // num_nodes).all() and (on.sum(1) == 1).all())
 
 
 def _list(numbers: list[int]) -> str:
@@ -73,12 +90,11 @@ def full(coming: Forecast, num_nodes: int, groups: int, num_ranks: int, slots: i
 
 
 def incremental(
-    coming: Forecast, live: Longs, num_nodes: int, groups: int, budgets: Longs
+    coming: Forecast, live: Longs, num_nodes: int, groups: int, budgets: Longs, min_gain: float
 ) -> Longs:
     """Improve the live map of layers [L, R, S] with at most so many moves in each, [L].
 
-    Raises:
-        PlanInputError: the live map does not keep groups on nodes.
+    The map keeps groups on nodes; see `flat.incremental` for the rest.
     """
     experts = _experts_on(live, num_nodes, groups, coming.demand.shape[1])
     per_node = live.shape[1] // num_nodes
@@ -87,12 +103,20 @@ def incremental(
     for node in range(num_nodes):
         inside = live[:, node * per_node : (node + 1) * per_node]
         pairs = zip(experts[:, node], inside, strict=True)
-        local = np.stack([np.searchsorted(known, ranks) for known, ranks in pairs])
+        local = np.stack([_local(known, ranks) for known, ranks in pairs])
         # what a node leaves over is for those behind it
-        part = flat.incremental(_part(coming, experts[:, node]), local, left // (num_nodes - node))
-        left -= num_arrivals(part.reshape(len(live), -1), local.reshape(len(live), -1), per_node)
+        part = flat.incremental(
+            _part(coming, experts[:, node]), local, left // (num_nodes - node), min_gain
+        )
+        moves = num_arrivals(part.reshape(len(live), -1), local.reshape(len(live), -1), per_node)
+        left = np.maximum(left - moves, 0)
         parts.append(part)
     return _join(parts, experts)
+
+
+def _local(experts: Longs, ranks: Longs) -> Longs:
+    """Return a node's map [R, S] in the numbers of its own experts; empty slots stay -1."""
+    return np.where(ranks < 0, -1, np.searchsorted(experts, ranks))
 
 
 def _by_group(loads: Floats, groups: int) -> Floats:
@@ -112,14 +136,7 @@ def _experts_on(live: Longs, num_nodes: int, groups: int, num_experts: int) -> L
     nodes = np.empty((len(live), num_nodes, groups // num_nodes), np.int64)
     for layer, ranks in enumerate(live):
         for node, held in enumerate(ranks.reshape(num_nodes, -1)):
-            whole = np.unique(held // group_size)
-            if len(whole) != groups // num_nodes:
-                raise PlanInputError(
-                    f"In layer {layer} of the live map node {node} holds experts of {len(whole)} "
-                    f"groups, not of {groups // num_nodes}, so it was not made by the policy "
-                    "'hierarchical' for these groups. Plan once with `mode` 'full'."
-                )
-            nodes[layer, node] = whole
+            nodes[layer, node] = np.unique(held[held >= 0] // group_size)
     return _experts_of(nodes, group_size)
 
 
@@ -146,12 +163,8 @@ def relabel(new: Longs, old: Longs, num_nodes: int) -> Longs:
     """Return the same plan of one layer [R, S] named as in the old one: nodes, ranks, slots."""
     ranks, slots = new.shape
     per_node = ranks // num_nodes
-    num_experts = int(max(new.max(), old.max())) + 1
-    holds = np.zeros((2, num_nodes, num_experts + 1), np.float32)  # the last one: -1
-    for which, each in enumerate((new, old)):
-        np.put_along_axis(holds[which], each.reshape(num_nodes, -1), 1.0, 1)
-    shared = holds[0, :, :-1] @ holds[1, :, :-1].T
-    _, to = linear_sum_assignment(shared, maximize=True)
+    overlap = flat.shared(new.reshape(num_nodes, -1), old.reshape(num_nodes, -1))
+    _, to = linear_sum_assignment(overlap, maximize=True)
     found = np.empty_like(new).reshape(num_nodes, per_node, slots)
     parts, before = new.reshape(found.shape), old.reshape(found.shape)
     for node in range(num_nodes):

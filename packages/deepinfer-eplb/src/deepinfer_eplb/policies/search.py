@@ -27,9 +27,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from deepinfer_eplb.compiled import compiled
 from deepinfer_eplb.maps import Bools, Floats, Longs
 
 __all__ = ["improve"]
@@ -37,7 +37,7 @@ __all__ = ["improve"]
 _TRIES = 4
 _SCREENED = 16  # slots of the rank that are offered for swaps; more experts are sampled by load
 _GIVEN = 3  # experts of the rank that are offered one replica more
-_SPARED = 12  # replicas that are offered to go
+_SPARED = 24  # replicas that are offered to go
 _LEAST_GAIN = 1e-6  # of the whole cost; float32 screening is good for about 1e-7 of two ranks
 
 
@@ -56,8 +56,15 @@ class _State(NamedTuple):
     costs: Floats  # [R], what each rank adds to the cost
 
 
-@njit(cache=True, nogil=True)
-def improve(start: Longs, scenarios: Floats, weights: Floats, budget: int, max_steps: int) -> Longs:
+@compiled
+def improve(
+    start: Longs,
+    scenarios: Floats,
+    weights: Floats,
+    budget: int,
+    min_gain: float,
+    max_steps: int,
+) -> Longs:
     """Return a better map [R, S] int64, or the same one.
 
     The weighted mean of the heaviest rank is never above that of `start`.
@@ -67,6 +74,8 @@ def improve(start: Longs, scenarios: Floats, weights: Floats, budget: int, max_s
         scenarios: [H, E] float64, loads of experts, scaled so that ranks have about 1 on average.
         weights: [H] float64, summing to 1.
         budget: how many experts ranks may hold in the end which they did not hold in `start`.
+        min_gain: share of the cost that a step must take off, per move where the budget is below
+            R * S.
         max_steps: at most.
     """
     num_ranks = len(start)
@@ -84,7 +93,7 @@ def improve(start: Longs, scenarios: Floats, weights: Floats, budget: int, max_s
             if not tried[rank] and (heavy < 0 or state.costs[rank] > state.costs[heavy]):
                 heavy = rank
         tried[heavy] = True
-        least = _LEAST_GAIN * state.costs.sum()
+        least = max(min_gain, _LEAST_GAIN) * state.costs.sum()
         left = budget - moves
         slot, other, rate = _best_swap(state, heavy, left, bounded, least)
         if slot >= 0 and _gain_of_swap(state, slot, other) <= least:
@@ -101,7 +110,7 @@ def improve(start: Longs, scenarios: Floats, weights: Floats, budget: int, max_s
     return state.ranks if _heaviest(state) <= promised else start
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _begin(start: Longs, scenarios: Floats, weights: Floats) -> _State:
     num_ranks, slots_per_rank = start.shape
     num_experts = scenarios.shape[1]
@@ -131,14 +140,14 @@ def _begin(start: Longs, scenarios: Floats, weights: Floats) -> _State:
     return state
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _power(load: float) -> float:
     square = load * load
     fourth = square * square
     return fourth * fourth
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sum_up(state: _State, rank: int) -> None:
     """Write what a rank and its slots compute and cost: anew, so that no rounding adds up."""
     slots_per_rank = state.ranks.shape[1]
@@ -154,7 +163,7 @@ def _sum_up(state: _State, rank: int) -> None:
         state.costs[rank] += state.weights[h] * _power(load)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _heaviest(state: _State) -> float:
     """Return the weighted mean over scenarios of the heaviest rank."""
     mean = 0.0
@@ -163,20 +172,20 @@ def _heaviest(state: _State) -> float:
     return mean
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _arrival(state: _State, expert: int, rank: int) -> int:
     """Return 1 where holding the expert takes a copy, 0 where the rank held it at the start."""
     return 0 if state.held[expert, rank] else 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _rate(gain: float, moves: int, bounded: bool) -> float:
-    """Return what a step is worth: its gain, per move where moves are scarce."""
+    """Return what a step is worth: its gain; where moves are scarce, per move."""
     # a step without a new move is worth more than any other of its gain, but not infinitely
     return gain / max(moves, 0.5) if bounded else gain
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _moves_of_swap(state: _State, slot: int, other: int) -> int:
     slots_per_rank = state.ranks.shape[1]
     rank, far = slot // slots_per_rank, other // slots_per_rank
@@ -186,7 +195,7 @@ def _moves_of_swap(state: _State, slot: int, other: int) -> int:
     return arrivals - _arrival(state, ours, rank) - _arrival(state, theirs, far)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _swap(state: _State, slot: int, other: int) -> int:
     """Swap the experts of two slots; return the moves that takes."""
     moves = _moves_of_swap(state, slot, other)
@@ -203,7 +212,7 @@ def _swap(state: _State, slot: int, other: int) -> int:
     return moves
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _replace(state: _State, slot: int, expert: int) -> int:
     """Put an expert into a slot in place of what it holds; return the moves that takes."""
     rank, k = slot // state.ranks.shape[1], slot % state.ranks.shape[1]
@@ -219,7 +228,7 @@ def _replace(state: _State, slot: int, expert: int) -> int:
     return _arrival(state, expert, rank) - _arrival(state, gone, rank)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _offered(state: _State, heavy: int) -> Longs:
     """Return the slots of a rank that are offered for swaps: all, or some of every load."""
     slots_per_rank = state.ranks.shape[1]
@@ -233,7 +242,7 @@ def _offered(state: _State, heavy: int) -> Longs:
     return picked
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_swap(
     state: _State, heavy: int, left: int, bounded: bool, least: float
 ) -> tuple[int, int, float]:
@@ -263,7 +272,7 @@ def _best_swap(
     return best, best_other, best_rate
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _costs_after_swaps(
     heavy: int, offered: Longs, slot_loads: Floats, loads: Floats, weights: Floats
 ) -> NDArray[np.float32]:
@@ -291,7 +300,7 @@ def _costs_after_swaps(
     return after
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _gain_of_swap(state: _State, slot: int, other: int) -> float:
     slots_per_rank = state.ranks.shape[1]
     rank, far = slot // slots_per_rank, other // slots_per_rank
@@ -303,7 +312,7 @@ def _gain_of_swap(state: _State, slot: int, other: int) -> float:
     return gain
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _best_replica(
     state: _State, heavy: int, left: int, bounded: bool, least: float
 ) -> tuple[int, int, float]:
@@ -332,7 +341,7 @@ def _best_replica(
     return best, best_slot, best_rate
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _replicas_to_spare(state: _State) -> Longs:
     """Return slots whose going burdens the expert's other replicas least, [_SPARED], -1 behind."""
     slots = np.full(_SPARED, -1, np.int64)
@@ -353,7 +362,7 @@ def _replicas_to_spare(state: _State) -> Longs:
     return slots
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _most_relieved(state: _State, rank: int, offered: Bools) -> int:
     """Return the expert of a rank that one replica more relieves most, and mark it; -1 if none."""
     best = -1
@@ -370,7 +379,7 @@ def _most_relieved(state: _State, rank: int, offered: Bools) -> int:
     return int(state.ranks[rank, best])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _gain_of_replica(state: _State, expert: int, gone: int, rank: int) -> float:
     """Return what is gained when a rank gets the expert in place of another one's replica."""
     count, others = state.counts[expert], state.counts[gone]

@@ -2,6 +2,8 @@
 
 runs = sweep(Sweep(regimes=("drift",), intervals=8))
 print(table(summarise(runs)))
+
+With hits of one's own, [pieces, layers, experts]: `sweep(Sweep(layout=..), trace=hits)`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from deepinfer_eplb.simulate.replay import (
     replay,
     unbeatable,
 )
-from deepinfer_eplb.simulate.report import describe, json_line, plot, table, time_line
+from deepinfer_eplb.simulate.report import conclusion, describe, json_line, plot, table, time_line
 from deepinfer_eplb.simulate.strategies import (
     DEFAULT_STRATEGY,
     STRATEGIES,
@@ -41,6 +43,7 @@ __all__ = [
     "Strategy",
     "Sweep",
     "Traffic",
+    "conclusion",
     "describe",
     "generate",
     "json_line",

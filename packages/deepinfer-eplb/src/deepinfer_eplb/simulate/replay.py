@@ -122,6 +122,7 @@ def replay(
         schedule: when.
         dispatch: how replicas share in grading: `even`; `quota`, the plan's split; `step`, the best
             of a few sweeps for each piece's own hits, which a real step only gets with its own.
+            Where no expert has replicas nothing is shared, and all three are the same.
     Raises:
         PlanInputError: hits are not as above, too few, or do not fit the layout.
         SettingError: the dispatch is unknown, or is `quota` and plans have no split.
@@ -173,9 +174,11 @@ def ratios(plan: Plan, loads: Floats, dispatch: str) -> Floats:
         loads: [L, E] or [H, L, E].
         dispatch: see `replay`.
     Raises:
-        SettingError: the dispatch is `quota` and the plan has no split.
+        SettingError: the dispatch is `quota` and the plan has replicas and no split.
     """
     split: NDArray[np.float64] | None = None
+    if not _has_replicas(plan):
+        dispatch = "even"
     if dispatch == "quota":
         if plan.split is None:
             raise SettingError(
@@ -206,8 +209,11 @@ def _grade(
     plan: Plan, loads: Floats, pieces: Floats, schedule: Schedule, dispatch: str, index: int
 ) -> Interval:
     """Rate a plan on an interval's pieces [T, L, E]."""
+    piece = ratios(plan, pieces, dispatch).mean(0)
     best_split = None
-    if not _has_twice(plan):
+    if not _has_replicas(plan):
+        best_split = piece
+    elif not _has_twice(plan):
         split = water_fill(plan.physical_to_logical, pieces, plan.layout, sweeps=_BOUND_SWEEPS)
         held = loads_of_ranks(plan.physical_to_logical, pieces, plan.layout.num_ranks, split)
         best_split = imbalance(held, len(plan.layout.active)).mean(0)
@@ -218,12 +224,16 @@ def _grade(
         index=index,
         planned=ratios(plan, loads, dispatch),
         interval=ratios(plan, pieces.sum(0), dispatch),
-        piece=ratios(plan, pieces, dispatch).mean(0),
+        piece=piece,
         step=step,
         best_split=best_split,
         moves=np.zeros(len(loads), np.int64),
         seconds=0.0,
     )
+
+
+def _has_replicas(plan: Plan) -> bool:
+    return int(plan.num_replicas.max()) > 1
 
 
 def _has_twice(plan: Plan) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deepinfer_eplb.errors import SettingError
-from deepinfer_eplb.maps import Floats, Layout
+from deepinfer_eplb.maps import Floats, Layout, check_loads
 from deepinfer_eplb.plan import warm_up
 from deepinfer_eplb.simulate.replay import DECODE, Interval, Schedule, replay, unbeatable
 from deepinfer_eplb.simulate.strategies import STRATEGIES, Strategy, make_strategy
@@ -27,9 +27,9 @@ class Sweep:
     Attributes:
         layout: ranks and slots.
         schedule: when is counted, planned and graded.
-        traffic: its settings; not looked at for a recorded trace.
+        traffic: its settings.
         regimes, seeds: each with each.
-        intervals: length of the traffic.
+        intervals: length of the traffic. These four are not looked at for a recorded trace.
         strategies: names of `STRATEGIES`; the first is what the others are compared with.
         dispatch: `even`, `quota` or `step`, see `replay`.
         move_budget: of incremental plans, copies in one layer.
@@ -62,10 +62,19 @@ class Sweep:
         for seed in self.seeds:
             if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
                 raise SettingError(f"A seed is {seed!r}; allowed: whole numbers from 0.")
-        for name in ("num_layers", "num_experts"):
-            if getattr(self.traffic, name) < 1:
-                value = getattr(self.traffic, name)
-                raise SettingError(f"`{name}` is {value!r}; allowed: whole numbers from 1.")
+
+    def check(self, trace: ArrayLike | None = None) -> None:
+        """Check that the traffic, or a recorded trace in its place, fits; `sweep` does, too.
+
+        Args:
+            trace: [T, L, E] hits, or None.
+        Raises:
+            PlanInputError: its experts do not fit into the layout, or it is no trace.
+            SettingError: the traffic has no layers or experts, or ends before anything is graded.
+        """
+        if trace is not None:
+            self.layout.check_experts(check_loads(trace, "trace", 3).shape[2])
+            return
         if self.intervals <= self.schedule.first_graded:
             raise SettingError(
                 f"There are {self.intervals} `intervals`, but interval "
@@ -116,8 +125,9 @@ def sweep(
         trace: [T, L, E] recorded hits in place of made-up traffic.
         watch: called with regime and seed before each.
     Raises:
-        PlanInputError, SettingError: see `replay`.
+        PlanInputError, SettingError: see `Sweep.check` and `replay`.
     """
+    asked.check(trace)
     named = asked.made() if strategies is None else strategies
     warm_up()  # or the first plan's seconds would be those of the compiler
     cases = [(TRACE, 0)] if trace is not None else _pairs(asked.regimes, asked.seeds)

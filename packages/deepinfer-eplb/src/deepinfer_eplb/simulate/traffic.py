@@ -37,6 +37,16 @@ __all__ = ["REGIMES", "Traffic", "generate"]
 REGIMES = ("stationary", "drift", "shift", "hot", "bursty")
 
 
+_WHOLE = {"num_layers", "num_experts", "steps_per_piece", "pieces_per_interval", "num_topics"}
+_ABOVE_ZERO = {"hits_per_step", "drift_half_life", "shift_every", "burst_pieces", "hot_factor"}
+_MOST = 1e9
+
+
+def _fits(name: str, value: float) -> bool:
+    least = 1.0 if name in _WHOLE or name == "burst_pieces" else 0.0
+    return least <= value <= _MOST and (value > 0 or name not in _ABOVE_ZERO)
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What the traffic looks like.
@@ -48,6 +58,10 @@ class Traffic:
         pieces_per_interval: pieces from one plan to the next.
         num_topics, base_spread, topic_spread: see the module's text.
         mix_spread: standard deviation of the logits of the mix.
+        drift_half_life, shift_every: in intervals.
+        hot_experts, hot_factor: of a layer at any time; by how much their share is raised.
+        burst_rate, burst_pieces, burst_share: begun in an interval; mean length, from 1; most that
+            one adds to its topic.
     """
 
     num_layers: int = 6
@@ -66,6 +80,21 @@ class Traffic:
     burst_rate: float = 20.0
     burst_pieces: float = 4.0
     burst_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            SettingError: one is out of range.
+        """
+        for name, value in vars(self).items():
+            whole = name in _WHOLE
+            kind = int if whole else int | float
+            if isinstance(value, bool) or not isinstance(value, kind) or not _fits(name, value):
+                what = "whole numbers from 1" if whole else "numbers from 0"
+                if name in _ABOVE_ZERO:
+                    what = "numbers above 0"
+                raise SettingError(f"`{name}` is {value!r}; allowed: {what}, to {_MOST:g}.")
 
 
 def generate(regime: str, intervals: int, seed: int, traffic: Traffic) -> NDArray[np.int64]:
