@@ -110,7 +110,7 @@ def test_dispatch_takes_a_map_of_a_file_as_it_takes_its_plan(tmp_path: Path) -> 
         ({"physical_to_logical": [1, 2]}, "holds a int where a list is needed, 1 lists deep"),
         ({"physical_to_logical": "none"}, "holds a str where a list is needed"),
         ({"physical_to_logical": [["1"]]}, "holds a str where a number is needed"),
-        ({"split": [[0.5] * 20]}, "`split` has shape [1, 20]; needed"),
+        ({"split": [[0.5] * 20]}, "`split` has shape [1, 20]"),
         ({"split": [[2.0] * 20] * 3}, "`split`[0, 0] is 2.0; allowed: 0 to 1"),
         ({"split": [[0.7] * 20] * 3}, "over its replicas; needed: 1"),
         ({"ratio_after": 0.5}, "`ratio_after` is 0.5; allowed: finite numbers from 1"),

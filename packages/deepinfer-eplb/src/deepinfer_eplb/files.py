@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from deepinfer_eplb.arrays import Field, Numbers, fault, read, write
+from deepinfer_eplb.balance import check_split
 from deepinfer_eplb.errors import PlanInputError
 from deepinfer_eplb.maps import (
     Floats,
@@ -261,26 +262,7 @@ def _ratio(path: Path, fields: Mapping[str, Numbers], name: str) -> float | None
 
 def _split(path: Path, split: Numbers, slots: Ints, num_experts: int) -> Floats:
     """Return a split [L, P] whose shares sum to 1 for each expert."""
-    if split.shape != slots.shape:
-        raise fault(
-            path,
-            f"`split` has shape {list(split.shape)}; needed: that of `physical_to_logical`, "
-            f"{list(slots.shape)}.",
-        )
-    shares = split.astype(np.float64)
-    wrong = ~((shares >= 0) & (shares <= 1 + 1e-9)) | ((slots < 0) & (shares != 0))
-    if wrong.any():
-        layer, slot = (int(i) for i in np.argwhere(wrong)[0])
-        allowed = "0 to 1" if slots[layer, slot] >= 0 else "0, since its rank is excluded"
-        value = shares[layer, slot]
-        raise fault(path, f"`split`[{layer}, {slot}] is {value}; allowed: {allowed}.")
-    for layer, row in enumerate(slots):
-        sums = np.bincount(row[row >= 0], shares[layer, row >= 0], minlength=num_experts)
-        expert = int(np.abs(sums - 1).argmax())
-        if abs(sums[expert] - 1) > 1e-6:
-            raise fault(
-                path,
-                f"`split` of expert {expert} of layer {layer} sums to {sums[expert]:.6g} over its "
-                "replicas; needed: 1.",
-            )
-    return shares
+    try:
+        return check_split(split, slots, num_experts)
+    except PlanInputError as error:
+        raise fault(path, str(error)) from error
