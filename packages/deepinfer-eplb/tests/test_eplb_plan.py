@@ -152,7 +152,7 @@ def test_small_plans_are_close_to_the_best_of_all_maps() -> None:
         gaps.append(ours / best - 1)
     assert min(gaps) >= -1e-12
     assert np.mean(gaps) < 0.02
-    assert max(gaps) < 0.12
+    assert max(gaps) < 0.2
 
 
 def ratios_of_all(load: Array, ranks: int, slots: int) -> Iterator[float]:
