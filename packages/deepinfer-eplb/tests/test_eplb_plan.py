@@ -86,7 +86,7 @@ def check(physical_to_logical: NDArray[np.int32], given: Instance) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_map_is_whole_over_random_instances(seed: int) -> None:
     planner, rng = Planner(move_budget=5, pieces_per_window=2), np.random.default_rng(seed)
-    for given in instances(1250, seed):
+    for given in instances(2500, seed):
         sizes = {"ranks": given.ranks, "nodes": given.nodes, "slots_per_rank": given.slots}
         first = planner.plan(given.loads, history=given.history, **sizes)
         check(first.physical_to_logical, given)
