@@ -13,6 +13,7 @@ from deepinfer_eplb.cli.common import (
     BAD_INPUT,
     CANNOT_WRITE,
     CommandError,
+    cannot_write,
     in_words_of_options,
     output,
 )
@@ -67,6 +68,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     except SystemExit:
         output("")  # help or the version may still be in the buffer
         raise
+    except OSError as error:  # of argparse's own writing, in Pythons that let it through
+        raise cannot_write(error) from error
 
 
 def _forget_output() -> None:

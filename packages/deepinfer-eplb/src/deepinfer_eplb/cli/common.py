@@ -21,6 +21,7 @@ __all__ = [
     "CommandError",
     "Verbs",
     "add_plot",
+    "cannot_write",
     "check_file",
     "in_words_of_options",
     "list_of",
@@ -92,11 +93,16 @@ def output(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        message = f"The output cannot be written: {error.strerror or error}. Send it elsewhere."
-        raise CommandError(message, CANNOT_WRITE) from error
+        raise cannot_write(error) from error
+
+
+def cannot_write(error: OSError) -> Exception:
+    """Return what an error of the standard output is: itself, where nobody reads any more."""
+    if isinstance(error, BrokenPipeError):
+        return error
+    message = f"The output cannot be written: {error.strerror or error}. Send it elsewhere."
+    return CommandError(message, CANNOT_WRITE)
 
 
 def in_words_of_options(message: str) -> str:
