@@ -19,7 +19,7 @@ MAX_WHEEL_BYTES = 20 * 10**6
 ALONE = """
 from importlib.util import find_spec
 from deepseek_recipe import PromptTokenizer, convert, parse, render
-brought = [name for name in ("torch", "numpy", "deepinfer_core") if find_spec(name)]
+brought = [name for name in ("torch", "deepinfer_core") if find_spec(name)]
 assert not brought, f"the recipe brings {brought}"
 body = {"model": "DeepSeek-V4-Pro", "messages": [{"role": "user", "content": "Hi"}]}
 converted = convert(parse("chat", body))

@@ -11,6 +11,7 @@ import pytest
 
 from deepseek_recipe.cli import _parser
 from deepseek_recipe.protocols.field_table import field_tables
+from deepseek_recipe.structured.schema import keyword_table
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -23,14 +24,15 @@ def vocabulary_folder() -> str:
 
 def test_examples_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, object] = {}
     for block in blocks:
         exec(block.replace("MODEL_FOLDER", vocabulary_folder()), names)
     out = capsys.readouterr().out
     assert "<｜begin▁of▁sentence｜><｜User｜>What is 2+2?<｜Assistant｜></think>" in out
     assert out.count("It is four.") >= 3 and "data: [DONE]" in out
-    good, bad = out.splitlines()[-2:]
+    good, bad, ended = out.splitlines()[-3:]
+    assert ended == "True True"
     assert good.startswith("(200, ") and "'content': 'Hello!'" in good
     assert bad.startswith("(400, ") and "messages" in bad
 
@@ -39,8 +41,12 @@ def test_field_tables_are_those_of_the_models() -> None:
     assert field_tables().strip() in README
 
 
+def test_keyword_table_is_that_of_the_code() -> None:
+    assert keyword_table().strip() in README
+
+
 def test_commands_have_flags_that_exist() -> None:
     commands = re.findall(r"^deepseek-recipe ([^<#\n]*)", README, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 10
     for command in commands:
         _parser().parse_args(shlex.split(command))

@@ -7,6 +7,7 @@ RecipeError
     TokenizerError           a tokenizer file that does not fit, or a token it lacks
     ReplyError               a reply decoder used against its order: chunks after the end, ...
     OptionError              an option of this package with a value that is not allowed
+    ConstraintError          a schema, regex or grammar that cannot be enforced as it stands
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import ClassVar
 
 __all__ = [
     "BodyError",
+    "ConstraintError",
     "ConversionError",
     "OptionError",
     "RecipeError",
@@ -83,6 +85,21 @@ class ReplyError(RecipeError):
 
 class OptionError(RecipeError):
     """An option has a value that is not allowed."""
+
+
+class ConstraintError(RecipeError):
+    """A schema, regex or grammar that cannot be enforced as it stands.
+
+    Attributes:
+        path: where: a JSON pointer into the schema (`` is its root), or `line:column` of a grammar.
+        message: what is wrong there, and what to do.
+    """
+
+    def __init__(self, path: str, message: str) -> None:
+        """Keep the place and the text."""
+        super().__init__(f"{path or 'root'}: {message}")
+        self.path = path
+        self.message = message
 
 
 def error_body(error: RequestError, protocol: str) -> dict[str, object]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from deepseek_recipe import __version__
+from deepseek_recipe.cli.check_schema import add_check_schema, check_schema, keywords
 
 __all__ = ["main"]
 
@@ -20,6 +21,7 @@ _EPILOG = """examples:
   echo '{"model": "DeepSeek-V4.1-Flash", "messages": [{"role": "user", "content": "Hi"}]}' |
       deepseek-recipe render --protocol chat --profile v41 --tokenizer MODEL_FOLDER --pretty
   deepseek-recipe render --jsonl < requests.jsonl
+  deepseek-recipe check-schema answer.json
 """
 
 
@@ -82,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(dest="verb", metavar="render | tokenize | parse | defaults")
+    verbs = parser.add_subparsers(
+        dest="verb", metavar="render | tokenize | parse | defaults | check-schema"
+    )
     for name, (text, form) in _VERBS.items():
         verb = verbs.add_parser(name, help=text, description=f"{text}. {form}")
         verb.set_defaults(check=lambda options, verb=verb: _check_flags(options, verb))
@@ -90,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     defaults = verbs.add_parser("defaults", help="Settings that a checkpoint has by default")
     defaults.add_argument("--profile", choices=("v4", "v41"), required=True)
     defaults.set_defaults(check=lambda options: None)
+    add_check_schema(verbs)
     return parser
 
 
@@ -148,6 +153,8 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.verb == "defaults":
         return _print(defaults(options.profile))
+    if options.verb == "check-schema":
+        return _check_schema(options)
     try:
         verbs = Verbs(options.tokenizer, options.token_map, options.unsupported)
         if getattr(options, "jsonl", False):
@@ -167,6 +174,21 @@ def _run(options: argparse.Namespace) -> int:
     except RecipeError as error:
         _print(error_line(error, options.protocol))
         return BAD_INPUT
+
+
+def _check_schema(options: argparse.Namespace) -> int:
+    from deepseek_recipe.errors import ConstraintError, TokenizerError
+
+    if options.keywords:
+        _write(keywords())
+        return 0
+    try:
+        return _print(check_schema(options.file, options.kind, options.tokenizer))
+    except ConstraintError as error:
+        _print({"error": {"path": error.path, "message": error.message}})
+    except TokenizerError as error:
+        _print({"error": {"message": str(error)}})
+    return BAD_INPUT
 
 
 def _filter(lines: Iterable[bytes], verb: Callable[[bytes], dict[str, object]]) -> int:

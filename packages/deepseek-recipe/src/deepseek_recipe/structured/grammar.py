@@ -1,0 +1,162 @@
+"""Constraint to `Grammar`: what all matchers of one constraint share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLParserLimits
+
+from deepseek_recipe.errors import ConstraintError, shown
+from deepseek_recipe.json_text import load
+from deepseek_recipe.structured.lowered import Lowered
+from deepseek_recipe.structured.matcher import Matcher
+from deepseek_recipe.structured.spec import Kind, Spec
+from deepseek_recipe.structured.vocabulary import TokenVocabulary
+
+__all__ = ["Grammar", "build", "compile", "lower"]
+
+# Characters of engine text. 1 M characters of alternatives take the engine about as long as a
+# constraint may take in all.
+_MAX_LOWERED_CHARS = 2_000_000
+# What is not itself in a pattern of the engine, or looks like the end of one or of a line.
+_SPECIAL = re.compile(r"[^A-Za-z0-9_ \u00a1-\u1fff\u3000-\ud7ff]")
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): *")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A constraint that was compiled for a vocabulary. May be used from several threads.
+
+    Attributes:
+        warnings: what of the constraint does not constrain the text (annotations).
+    """
+
+    warnings: tuple[str, ...]
+    _vocabulary: TokenVocabulary
+    _engine: LLMatcher
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the beginning of a text."""
+        return Matcher(self._engine.deep_copy(), self._vocabulary)
+
+
+def compile(spec: Spec, vocabulary: TokenVocabulary) -> Grammar:
+    """Return the grammar of a constraint; an equal one is compiled only once while it is kept.
+
+    May take up to a second, so call it where a request is read, not where a step is made.
+
+    Raises:
+        ConstraintError: the constraint cannot be enforced as it stands.
+    """
+    try:
+        return vocabulary.grammars.get(
+            (spec.kind, spec.content),
+            len(spec.content) + 1,
+            lambda: build(lower(spec), vocabulary),
+        )
+    except ConstraintError as error:
+        # Several threads may get the same one: each raises its own.
+        raise ConstraintError(error.path, error.message) from error
+
+
+def lower(spec: Spec) -> Lowered:
+    """Return the engine's text for a constraint.
+
+    Raises:
+        ConstraintError: the constraint cannot be enforced as it stands.
+    """
+    return _FRONT_ENDS[spec.kind](spec.content)
+
+
+def build(lowered: Lowered, vocabulary: TokenVocabulary) -> Grammar:
+    """Return the grammar of an engine text, which is not kept.
+
+    Raises:
+        ConstraintError: the text is too long, or the engine refuses it.
+    """
+    if len(lowered.grammar) > _MAX_LOWERED_CHARS:
+        raise ConstraintError(
+            "",
+            f"the constraint becomes a grammar of {len(lowered.grammar)} characters; allowed: "
+            f"{_MAX_LOWERED_CHARS}. Make it smaller.",
+        )
+    engine = LLMatcher(vocabulary.engine, lowered.grammar, log_level=0, limits=_limits())
+    if engine.is_error():
+        cause = _PLACE.sub("", engine.get_error().split("\n", 1)[0])
+        raise ConstraintError("", f"the mask engine refuses the constraint: {cause}.")
+    warnings = (*lowered.warnings, *engine.get_grammar_warnings())
+    grammar = Grammar(warnings, vocabulary, engine)
+    grammar.matcher().forced()  # refuses a text that is all but fixed and much too long
+    return grammar
+
+
+def _limits() -> LLParserLimits:
+    # Fuel to build a lexer, then for one mask of it; 50 and 14 units a microsecond by the engine's
+    # own figures, so 20 ms and 14 ms. States are about 2 kB each: 100 MB for one text.
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        max_items_in_row=2000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+def _schema(content: str) -> Lowered:
+    from deepseek_recipe.structured.schema import lower_schema
+
+    try:
+        schema = load(content)
+    except ValueError as error:
+        raise ConstraintError("", f"the schema is not JSON: {error}.") from error
+    return lower_schema(schema)
+
+
+def _object(_: str) -> Lowered:
+    return _schema('{"type":"object"}')
+
+
+def _regex(content: str) -> Lowered:
+    from deepseek_recipe.structured.regex import lower_regex
+
+    return lower_regex(content)
+
+
+def _ebnf(content: str) -> Lowered:
+    from deepseek_recipe.structured.ebnf import lower_ebnf
+
+    return lower_ebnf(content)
+
+
+def _choice(content: str) -> Lowered:
+    try:
+        texts = load(content)
+    except ValueError as error:
+        raise ConstraintError("", f"the choice is not JSON: {error}.") from error
+    if not isinstance(texts, list) or not texts:
+        raise ConstraintError(
+            "", f"the choice is {shown(texts)}; allowed: a list of one string or more."
+        )
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ConstraintError(f"/{number}", f"{shown(text)} is no string.")
+    # One lexeme, so that a text which begins another one is told from it by what follows.
+    parts = "|".join(_quoted(text) or "()" for text in dict.fromkeys(texts))
+    return Lowered(f"start: TEXT\nTEXT: /{parts}/\n")
+
+
+def _quoted(text: str) -> str:
+    return _SPECIAL.sub(lambda char: f"\\x{{{ord(char.group()):x}}}", text)
+
+
+_FRONT_ENDS: dict[Kind, Callable[[str], Lowered]] = {
+    "json_schema": _schema,
+    "json_object": _object,
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "choice": _choice,
+}
