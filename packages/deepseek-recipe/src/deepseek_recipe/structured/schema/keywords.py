@@ -28,7 +28,10 @@ KEYWORDS: MappingProxyType[str, tuple[Treatment, str]] = MappingProxyType(
         "minLength": ("enforced", "in code points"),
         "maxLength": ("enforced", "in code points"),
         "pattern": ("enforced", "regular; anchors at the ends only, no look-around or references"),
-        "format": ("enforced", f"{', '.join(ENFORCED_FORMATS)}; others are annotations"),
+        "format": (
+            "enforced",
+            f"{', '.join(ENFORCED_FORMATS)}, alone; others are annotations",
+        ),
         "items": ("enforced", ""),
         "prefixItems": ("enforced", ""),
         "minItems": ("enforced", ""),
