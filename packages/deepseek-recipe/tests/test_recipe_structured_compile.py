@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -253,3 +254,39 @@ def test_importing_the_package_loads_no_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+DEEP = """
+import json, threading
+from deepseek_recipe import PromptTokenizer
+from deepseek_recipe.encoding.tokenizer import packaged_folder
+from deepseek_recipe.structured import Spec, TokenVocabulary, compile
+
+depth = 1000
+definitions = {
+    f"d{i}": {
+        "type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]
+    }
+    for i in range(depth)
+}
+definitions[f"d{depth}"] = {"type": "integer"}
+schema = {"$ref": "#/$defs/d0", "$defs": definitions}
+
+def check():
+    matcher = compile(Spec.json_schema(schema), TokenVocabulary.of(packaged_folder())).matcher()
+    ids = PromptTokenizer.packaged().encode_plain('{"a":' * depth + "1" + "}" * depth)
+    print(matcher.accept(ids) == len(ids), matcher.can_end)
+
+threading.stack_size(2 << 20)
+thread = threading.Thread(target=check)
+thread.start()
+thread.join()
+"""
+
+
+def test_schemas_inside_one_another_do_not_overflow_the_stack_of_a_server() -> None:
+    # in a process of its own: an overflow cannot be caught
+    command = [sys.executable, "-c", DEEP]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr

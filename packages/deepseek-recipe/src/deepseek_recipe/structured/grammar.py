@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from deepseek_recipe.errors import ConstraintError, shown
 from deepseek_recipe.json_text import load
+from deepseek_recipe.structured.deep_stack import on_a_deep_stack
 from deepseek_recipe.structured.lowered import Lowered
 from deepseek_recipe.structured.matcher import Matcher
 from deepseek_recipe.structured.spec import Kind, Spec
@@ -82,7 +83,9 @@ def build(lowered: Lowered, vocabulary: TokenVocabulary) -> Grammar:
             f"the constraint becomes a grammar of {len(lowered.grammar)} characters; allowed: "
             f"{_MAX_LOWERED_CHARS}. Make it smaller.",
         )
-    engine = LLMatcher(vocabulary.engine, lowered.grammar, log_level=0, limits=_limits())
+    engine = on_a_deep_stack(
+        lambda: LLMatcher(vocabulary.engine, lowered.grammar, log_level=0, limits=_limits())
+    )
     if engine.is_error():
         cause = _PLACE.sub("", engine.get_error().split("\n", 1)[0])
         raise ConstraintError("", f"the mask engine refuses the constraint: {cause}.")
