@@ -329,3 +329,21 @@ def test_text_without_a_choice_has_a_bound() -> None:
     for _ in range(2):
         with pytest.raises(ConstraintError, match="after 1 tokens the constraint leaves no"):
             matcher.accept(begin)
+
+
+@pytest.mark.parametrize("wrong", [1.0, "1", None, True])
+def test_what_is_no_whole_number_leaves_the_state_as_it_is(wrong: object) -> None:
+    matcher = compile(Spec.choice(["abc"]), vocabulary("real")).matcher()
+    [first, *_] = matcher.forced()
+    assert matcher.accept([first]) == 1
+    rows = np.zeros((3, vocabulary("real").num_words), np.int32)
+    for call in (
+        lambda: matcher.accept([first, wrong]),
+        lambda: matcher.rollback(wrong),
+        lambda: matcher.fill_window(rows, [first, wrong]),
+    ):
+        with pytest.raises(ConstraintError, match="whole number"):
+            call()
+        assert matcher.num_accepted == 1
+    matcher.rollback(np.int64(1))
+    assert type(matcher.num_accepted) is int and matcher.num_accepted == 0

@@ -311,3 +311,17 @@ def test_no_invalid_text_is_accepted(
     for value in values:
         if accepts(json.dumps(value, ensure_ascii=False)):
             assert validator.is_valid(value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 123456789},
+        {"multipleOf": 0.0123457},
+        {"allOf": [{"multipleOf": each} for each in (997, 991)]},
+    ],
+)
+def test_multiples_with_too_many_remainders_are_refused(schema: dict[str, Any]) -> None:
+    # the engine would take a gigabyte for the first one
+    with pytest.raises(ConstraintError, match=r"`multipleOf`.*allowed: 20000"):
+        lower_schema(schema)

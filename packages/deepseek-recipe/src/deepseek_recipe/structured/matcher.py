@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 from llguidance import LLMatcher
@@ -97,12 +98,14 @@ class Matcher:
         A refused token leaves the state unchanged, and so does one behind the end.
 
         Raises:
-            ConstraintError: the grammar became too complex.
+            ConstraintError: an id is no whole number, and nothing was taken; or the grammar became
+                too complex.
         """
-        for place, token_id in enumerate(token_ids):
-            if not self._accept(int(token_id)):
+        ids = _whole(token_ids)
+        for place, token_id in enumerate(ids):
+            if not self._accept(token_id):
                 return place
-        return len(token_ids)
+        return len(ids)
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens; an accepted end counts as one.
@@ -110,7 +113,8 @@ class Matcher:
         Raises:
             ConstraintError: fewer were accepted.
         """
-        if isinstance(count, bool) or not 0 <= count <= self._length:
+        [count] = _whole([count])
+        if not 0 <= count <= self._length:
             raise ConstraintError(
                 "", f"roll-back of {shown(count)} tokens; allowed: 0 to {self._length}, all so far."
             )
@@ -163,11 +167,12 @@ class Matcher:
                 has then failed for good.
         """
         check_rows(rows, len(drafts) + 1, self.vocabulary.num_words)
+        ids = _whole(drafts)
         taken = 0
         address, width = rows.ctypes.data, rows.strides[0]
         self._fill(rows[0], address)
-        for draft in drafts:
-            if not self._accept(int(draft)):
+        for draft in ids:
+            if not self._accept(draft):
                 break
             taken += 1
             self._fill(rows[taken], address + taken * width)
@@ -287,3 +292,17 @@ def check_rows(rows: Mask, num_rows: int | None, num_words: int) -> None:
             f"the mask is {rows.dtype} {list(rows.shape)}; allowed: int32 "
             f"{[*front, num_words]} or wider, contiguous and writeable.",
         )
+
+
+def _whole(values: Sequence[int]) -> list[int]:
+    """Return whole numbers, of any type that has them, as Python's.
+
+    Raises:
+        ConstraintError: one is something else.
+    """
+    try:
+        if not any(isinstance(value, bool) for value in values):
+            return [index(value) for value in values]
+    except TypeError:
+        pass
+    raise ConstraintError("", f"{shown(values)} holds something else than whole numbers.")
