@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from deepseek_recipe.encoding.tokenizer import PromptTokenizer
+from deepseek_recipe.encoding.tokenizer import PromptTokenizer, packaged_folder
 from deepseek_recipe.errors import ConstraintError, TokenizerError
 from deepseek_recipe.structured import Grammar, Spec, TokenVocabulary, compile
 from deepseek_recipe.structured import grammar as grammar_module
@@ -290,3 +290,16 @@ def test_schemas_inside_one_another_do_not_overflow_the_stack_of_a_server() -> N
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
+
+
+def test_an_object_with_more_optional_members_than_the_engine_can_follow_is_refused() -> None:
+    def schema(count: int) -> Spec:
+        properties = {f"p{place}": {"type": "string"} for place in range(count)}
+        return Spec.json_schema({"type": "object", "properties": properties})
+
+    vocabulary = TokenVocabulary.of(packaged_folder())
+    with pytest.raises(ConstraintError, match=r"too many ways to begin.*fewer optional members"):
+        compile(schema(1000), vocabulary)
+    matcher = compile(schema(900), vocabulary).matcher()
+    ids = PromptTokenizer.packaged().encode_plain('{"p0": "a", "p899": "b"}')
+    assert matcher.accept(ids) == len(ids)

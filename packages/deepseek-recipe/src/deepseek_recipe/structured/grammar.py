@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from deepseek_recipe.errors import ConstraintError, shown
@@ -21,6 +22,9 @@ __all__ = ["Grammar", "build", "compile", "lower"]
 # Characters of engine text. 1 M characters of alternatives take the engine about as long as a
 # constraint may take in all.
 _MAX_LOWERED_CHARS = 2_000_000
+# Grammars of more characters are tried with a few tokens; smaller ones are not wide enough to fail.
+_LARGE = 20_000
+_PROBED = 4
 # What is not itself in a pattern of the engine, or looks like the end of one or of a line.
 _SPECIAL = re.compile(r"[^A-Za-z0-9_ \u00a1-\u1fff\u3000-\ud7ff]")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): *")
@@ -92,7 +96,27 @@ def build(lowered: Lowered, vocabulary: TokenVocabulary) -> Grammar:
     warnings = (*lowered.warnings, *engine.get_grammar_warnings())
     grammar = Grammar(warnings, vocabulary, engine)
     grammar.matcher().forced()  # refuses a text that is all but fixed and much too long
+    if len(lowered.grammar) > _LARGE:
+        _probe(grammar.matcher())
     return grammar
+
+
+def _probe(matcher: Matcher) -> None:
+    """Refuse a grammar too wide for the engine, which it finds out only with the first tokens."""
+    row = np.empty(matcher.vocabulary.num_words, np.int32)
+    try:
+        for _ in range(_PROBED):
+            matcher.fill(row)
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            if matcher.done or not len(allowed):
+                return
+            matcher.accept([int(allowed[0])])
+    except ConstraintError as error:
+        raise ConstraintError(
+            "",
+            f"the constraint has too many ways to begin for the mask engine ({error.message}); "
+            "use fewer optional members or alternatives.",
+        ) from error
 
 
 def _limits() -> LLParserLimits:
