@@ -32,9 +32,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deepinfer_eplb.balance import MOST_HITS, even_split, largest_remainder, water_fill
+from deepinfer_eplb.balance import MOST_HITS, largest_remainder, water_fill
 from deepinfer_eplb.errors import PlanInputError, SettingError
-from deepinfer_eplb.maps import Floats, Ints, Layout
+from deepinfer_eplb.maps import Floats, Ints, Layout, even_split, is_whole
 
 __all__ = ["MODES", "Maps", "bounds_of", "hash_of", "step_quotas", "to_physical"]
 
@@ -238,8 +238,7 @@ def _of_replicas(split: Floats, replicas: Ints) -> Floats:
 
 def _check_layer(layer: int, maps: Maps) -> None:
     num_layers = len(maps.num_replicas)
-    whole = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
-    if not whole or not 0 <= layer < num_layers:
+    if not is_whole(layer) or not 0 <= layer < num_layers:
         raise PlanInputError(f"`layer` is {layer!r}; allowed: 0 to {num_layers - 1}.")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +25,9 @@ from deepinfer_eplb.maps import (
     Floats,
     Ints,
     Layout,
+    Lookups,
     check_loads,
     check_map,
-    lookup_of,
-    num_replicas_of,
 )
 from deepinfer_eplb.plan import Plan
 
@@ -101,7 +99,7 @@ class Trace:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredMap:
+class StoredMap(Lookups):
     """A map of a file, whole; dispatch takes it as it takes a `Plan`.
 
     Attributes:
@@ -120,16 +118,6 @@ class StoredMap:
     ratio_before: float | None = None
     ratio_after: float | None = None
     moves: int | None = None
-
-    @cached_property
-    def logical_to_physical(self) -> Ints:
-        """[L, E, C] int32, the slots of each expert, ascending, padded with -1."""
-        return lookup_of(self.physical_to_logical, self.num_experts)
-
-    @cached_property
-    def num_replicas(self) -> Ints:
-        """[L, E] int32, how many slots hold each expert."""
-        return num_replicas_of(self.physical_to_logical, self.num_experts)
 
 
 def load_loads(path: str | Path) -> Loads:

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deepinfer_eplb.errors import PlanInputError, SettingError
+from deepinfer_eplb.maps import is_whole
 
 __all__ = ["ExpertStats", "Window", "sum_of_ranks"]
 
@@ -95,7 +95,7 @@ class ExpertStats:
             ("num_pieces", num_pieces),
             ("num_windows", num_windows),
         ):
-            if not _is_whole(value) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise SettingError(f"`{name}` is {value!r}; allowed: whole numbers from 1.")
         kept = num_layers * num_experts * num_pieces * (num_windows + 1)
         if kept > _MOST_COUNTS:
@@ -139,7 +139,7 @@ class ExpertStats:
                 range. Nothing is counted then.
         """
         num_layers, num_experts = self._shape
-        if not _is_whole(layer) or not 0 <= layer < num_layers:
+        if not is_whole(layer) or not 0 <= layer < num_layers:
             raise PlanInputError(f"`layer` is {layer!r}; allowed: 0 to {num_layers - 1}.")
         ids = np.asarray(topk_ids)
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
@@ -188,7 +188,7 @@ class ExpertStats:
             PlanInputError: it is below 1, or hits of several steps would reach over the end of the
                 piece under way: nobody knows which piece they belong to.
         """
-        if not _is_whole(num_steps) or num_steps < 1:
+        if not is_whole(num_steps) or num_steps < 1:
             raise PlanInputError(f"`num_steps` is {num_steps!r}; allowed: whole numbers from 1.")
         left = self.steps_left_in_piece
         if num_steps > left and self._step.any():
@@ -297,10 +297,6 @@ def _checked(counts: ArrayLike, shape: tuple[int, ...], name: str) -> Counts:
             f"{array.dtype.itemsize * 8} bits has wrapped. Read it, and set it to 0, more often."
         )
     return array.astype(np.int64)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _read_only(array: Counts) -> Counts:

@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from deepinfer_eplb.balance import even_split
 from deepinfer_eplb.errors import PlanInputError
 from deepinfer_eplb.maps import (
     Floats,
@@ -21,6 +20,7 @@ from deepinfer_eplb.maps import (
     Layout,
     check_loads,
     check_map,
+    even_split,
     imbalance,
     num_replicas_of,
     rank_loads,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ from deepinfer_eplb.errors import PlanInputError
 
 __all__ = [
     "Layout",
+    "Lookups",
     "as_array",
     "check_loads",
     "check_map",
+    "even_split",
     "imbalance",
+    "is_whole",
     "lookup_of",
     "num_arrivals",
     "num_replicas_of",
@@ -61,7 +65,7 @@ class Layout:
         """Check the numbers."""
         for name in ("num_ranks", "num_nodes", "slots_per_rank"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise PlanInputError(f"`{name}` is {value!r}; allowed: whole numbers from 1.")
             object.__setattr__(self, name, int(value))
         if self.num_ranks * self.slots_per_rank > _MOST_SLOTS:
@@ -106,11 +110,15 @@ class Layout:
             )
 
 
+def is_whole(value: object) -> bool:
+    """Return whether a value is a whole number, of Python or numpy; true and false are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _ranks(excluded: Iterable[int], num_ranks: int) -> tuple[int, ...]:
     given = tuple(excluded)
     for rank in given:
-        whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-        if not whole or not 0 <= rank < num_ranks:
+        if not is_whole(rank) or not 0 <= rank < num_ranks:
             raise PlanInputError(
                 f"Excluded rank {rank!r} is none of the {num_ranks} ranks; allowed: whole numbers "
                 f"from 0 to {num_ranks - 1}."
@@ -239,6 +247,34 @@ def lookup_of(physical_to_logical: NDArray[np.integer], num_experts: int) -> Int
     return found
 
 
+class Lookups:
+    """What follows from a map that a value holds."""
+
+    physical_to_logical: Ints
+    num_experts: int
+
+    @cached_property
+    def logical_to_physical(self) -> Ints:
+        """[L, E, C] int32, the slots of each expert, ascending, padded with -1."""
+        return lookup_of(self.physical_to_logical, self.num_experts)
+
+    @cached_property
+    def num_replicas(self) -> Ints:
+        """[L, E] int32, how many slots hold each expert."""
+        return num_replicas_of(self.physical_to_logical, self.num_experts)
+
+
+def even_split(physical_to_logical: NDArray[np.integer], num_experts: int) -> Floats:
+    """Return the split in which all replicas of an expert take the same, [L, P], of a map [L, P].
+
+    Slots that hold nothing (-1) take 0.
+    """
+    counts = num_replicas_of(physical_to_logical, num_experts)
+    shares = 1.0 / np.take_along_axis(counts, np.maximum(physical_to_logical, 0), 1)
+    held: Floats = np.where(physical_to_logical >= 0, shares, 0.0)
+    return held
+
+
 def rank_loads(
     physical_to_logical: NDArray[np.integer],
     loads: Floats,
@@ -255,9 +291,9 @@ def rank_loads(
     """
     layers, physical = physical_to_logical.shape
     if split is None:
-        counts = num_replicas_of(physical_to_logical, loads.shape[-1])
-        split = 1.0 / np.take_along_axis(counts, np.maximum(physical_to_logical, 0), 1)
-    held = np.where(physical_to_logical >= 0, split, 0.0)
+        held = even_split(physical_to_logical, loads.shape[-1])
+    else:
+        held = np.where(physical_to_logical >= 0, split, 0.0)
     index = np.broadcast_to(np.maximum(physical_to_logical, 0), (*loads.shape[:-1], physical))
     taken: Floats = np.take_along_axis(loads, index, -1) * held
     ranks: Floats = taken.reshape(*loads.shape[:-2], layers, num_ranks, -1).sum(-1)

@@ -19,13 +19,13 @@ from deepinfer_eplb.maps import (
     Ints,
     Layout,
     Longs,
+    Lookups,
     as_array,
     check_loads,
     check_map,
     imbalance,
-    lookup_of,
+    is_whole,
     num_arrivals,
-    num_replicas_of,
     rank_loads,
 )
 from deepinfer_eplb.policies import flat, hierarchical
@@ -39,7 +39,7 @@ _SPLITS = ("even", "quota")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(Lookups):
     """Where experts live, and what that gains. A value: nothing is moved by making one.
 
     Attributes:
@@ -68,16 +68,6 @@ class Plan:
             f" on {self.layout.num_ranks} ranks x {self.layout.slots_per_rank} slots, slowest/mean "
             f"{self.ratio_before:.3f} -> {self.ratio_after:.3f}, {self.moves} moves)"
         )
-
-    @cached_property
-    def logical_to_physical(self) -> Ints:
-        """[L, E, C] int32, the slots of each expert, ascending, padded with -1."""
-        return lookup_of(self.physical_to_logical, self.num_experts)
-
-    @cached_property
-    def num_replicas(self) -> Ints:
-        """[L, E] int32, how many slots hold each expert."""
-        return num_replicas_of(self.physical_to_logical, self.num_experts)
 
     @cached_property
     def moves_per_layer(self) -> Longs:
@@ -193,8 +183,7 @@ class Planner:
                 )
         for name, least in (("move_budget", 0), ("pieces_per_window", 1)):
             value = getattr(self, name)
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not whole or value < least:
+            if not is_whole(value) or value < least:
                 raise SettingError(f"`{name}` is {value!r}; allowed: whole numbers from {least}.")
         gain, slack = self.min_gain, self.replan_slack
         if not _is_number(gain) or not 0 <= gain < 1:
@@ -305,9 +294,7 @@ class Planner:
 
     def _by_groups(self, num_experts: int, groups: int | None, layout: Layout) -> int | None:
         """Return the number of groups where they decide, else None."""
-        if groups is not None and (
-            isinstance(groups, bool) or not isinstance(groups, int | np.integer) or groups < 1
-        ):
+        if groups is not None and (not is_whole(groups) or groups < 1):
             raise PlanInputError(f"`groups` is {groups!r}; allowed: None, or whole numbers from 1.")
         if self.policy == "global" or (self.policy == "auto" and groups is None):
             return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deepinfer_eplb.balance import lower_bound, water_fill
+from deepinfer_eplb.balance import BOUND_SWEEPS, lower_bound, water_fill
 from deepinfer_eplb.errors import PlanInputError
 from deepinfer_eplb.maps import (
     Floats,
@@ -45,7 +45,6 @@ __all__ = [
 
 Rows: TypeAlias = list[list[str]]
 
-_BOUND_SWEEPS = 40  # of water-filling, see `simulate/replay.py`
 _MOST_NAMED = 5  # experts named in a row
 
 
@@ -97,7 +96,7 @@ def score_report(stored: StoredMap, loads: ArrayLike, history: ArrayLike | None 
     """
     layout, slots = stored.layout, stored.physical_to_logical
     values = check_fits(stored, loads)
-    best = water_fill(slots, values, layout, sweeps=_BOUND_SWEEPS)
+    best = water_fill(slots, values, layout, sweeps=BOUND_SWEEPS)
     columns = {
         "slowest/mean": _imbalance(slots, values, layout, stored.split),
         "in order": in_order_imbalance(values, layout),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepinfer_eplb.errors import MigrationError, PlanInputError, SettingError
-from deepinfer_eplb.maps import Ints, Layout, num_replicas_of
+from deepinfer_eplb.maps import Ints, Layout, is_whole, num_replicas_of
 from deepinfer_eplb.migrate.agreement import Agree, Members, Vote, check_timeout, vote_over
 from deepinfer_eplb.migrate.expert_maps import ExpertMaps, HostMap, Source, host_map
 from deepinfer_eplb.migrate.lane import Lane
@@ -203,8 +203,7 @@ class Migrator:
 
     def _take_step(self, step: int) -> None:
         """Keep the number, or find the fault that ends the migration on all ranks alike."""
-        whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
-        if whole and (self._step is None or step > self._step):
+        if is_whole(step) and (self._step is None or step > self._step):
             self._step = int(step)
         elif self._fault is None:
             self._fault = PlanInputError(

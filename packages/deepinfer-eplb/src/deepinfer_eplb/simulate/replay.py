@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from deepinfer_eplb.balance import lower_bound, water_fill
+from deepinfer_eplb.balance import BOUND_SWEEPS, lower_bound, water_fill
 from deepinfer_eplb.dispatch import MODES
 from deepinfer_eplb.errors import PlanInputError, SettingError
 from deepinfer_eplb.maps import Floats, Layout, Longs, check_loads, imbalance, num_arrivals
@@ -32,9 +32,6 @@ from deepinfer_eplb.plan import Plan
 from deepinfer_eplb.simulate.strategies import Moment, Strategy
 
 __all__ = ["DECODE", "PREFILL", "Interval", "Schedule", "ratios", "replay", "unbeatable"]
-
-# Ends within 0.0001 of the linear programme on made-up traffic; `balance.SWEEPS` within 0.005.
-_BOUND_SWEEPS = 40
 
 
 @dataclass(frozen=True)
@@ -214,7 +211,7 @@ def _grade(
     if not _has_replicas(plan):
         best_split = piece
     elif not _has_twice(plan):
-        split = water_fill(plan.physical_to_logical, pieces, plan.layout, sweeps=_BOUND_SWEEPS)
+        split = water_fill(plan.physical_to_logical, pieces, plan.layout, sweeps=BOUND_SWEEPS)
         held = loads_of_ranks(plan.physical_to_logical, pieces, plan.layout.num_ranks, split)
         best_split = imbalance(held, len(plan.layout.active)).mean(0)
     step = None
