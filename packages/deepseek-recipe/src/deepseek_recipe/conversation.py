@@ -136,12 +136,17 @@ class OutputConstraint:
     """What decoding must enforce.
 
     Attributes:
-        kind: `tool_call`, `tool_call_required`, `json` or `regex`.
+        kind: `tool_call`, `tool_call_required`, `json`, `regex`, `choice`, `ebnf` or
+            `structural_tag`.
         schema: compact JSON of the tools or the schema, "" for any JSON, or the regex.
+        parallel: several calls are allowed.
     """
 
-    kind: Literal["tool_call", "tool_call_required", "json", "regex"]
+    kind: Literal[
+        "tool_call", "tool_call_required", "json", "regex", "choice", "ebnf", "structural_tag"
+    ]
     schema: str
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)

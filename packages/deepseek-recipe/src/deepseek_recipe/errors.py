@@ -91,13 +91,13 @@ class ConstraintError(RecipeError):
     """A schema, regex or grammar that cannot be enforced as it stands.
 
     Attributes:
-        path: where: a JSON pointer into the schema (`` is its root), or `line:column` of a grammar.
+        path: where: a JSON pointer into the schema (`` is all of it), or `line:column`.
         message: what is wrong there, and what to do.
     """
 
     def __init__(self, path: str, message: str) -> None:
         """Keep the place and the text."""
-        super().__init__(f"{path or 'root'}: {message}")
+        super().__init__(f"{path}: {message}" if path else message)
         self.path = path
         self.message = message
 

@@ -6,8 +6,9 @@ The classes here are the entry points of `deepinfer.recipe`. Nothing in them kno
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from deepseek_recipe.conversation import GenerationSettings, ImageSource
 from deepseek_recipe.decoding.events import BackendFinish, Ready, TokenChunk, TokenLogprob
@@ -16,6 +17,7 @@ from deepseek_recipe.encoding.profile import V4, V41, Profile
 from deepseek_recipe.encoding.prompt import render
 from deepseek_recipe.encoding.tokenizer import PromptTokenizer
 from deepseek_recipe.errors import (
+    ConstraintError,
     ConversionError,
     OptionError,
     ReplyError,
@@ -26,6 +28,10 @@ from deepseek_recipe.errors import (
 from deepseek_recipe.options import ConversionOptions
 from deepseek_recipe.protocols.converted import ConvertedRequest
 from deepseek_recipe.protocols.dispatch import convert, parse, reply_stream
+
+if TYPE_CHECKING:
+    from deepseek_recipe.structured.reply import ReplyGrammar
+    from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
 __all__ = ["DeepseekV4", "DeepseekV41", "Prepared", "Reply"]
 
@@ -117,13 +123,13 @@ class Prepared:
         converted: ConvertedRequest,
         token_ids: Sequence[int],
         images: Sequence[ImageSource],
-        tokenizer: PromptTokenizer,
+        recipe: _Recipe,
     ) -> None:
         """Hold a request and its prompt; `images` are what the placeholders among the ids mean."""
         self.converted = converted
         self.token_ids = token_ids
         self.images = images
-        self._tokenizer = tokenizer
+        self._recipe = recipe
 
     @property
     def settings(self) -> GenerationSettings:
@@ -132,9 +138,34 @@ class Prepared:
 
     @property
     def constraint(self) -> Mapping[str, str] | None:
-        """What decoding must enforce: `kind` and `schema`, or None."""
+        """What decoding must enforce: `kind` and `schema`, or None; `grammar` enforces it."""
         wanted = self.settings.output_constraint
         return None if wanted is None else {"kind": wanted.kind, "schema": wanted.schema}
+
+    def grammar(self) -> ReplyGrammar | None:
+        """Return what gives the masks that enforce the constraint; None if there is nothing to do.
+
+        Tools that may be called but need not, none of them `strict`, need no masks. Takes up to a
+        second, and the first one of a recipe 1.5 s more: call it where requests are read.
+
+        Raises:
+            ConversionError: the constraint cannot be enforced as it stands.
+        """
+        from deepseek_recipe.structured.conversation import reply_grammar
+
+        recipe, wanted = self._recipe, self.settings.output_constraint
+        if wanted is None:
+            return None
+        try:
+            return reply_grammar(
+                wanted,
+                self.converted.parsing,
+                recipe.profile,
+                recipe.tokenizer,
+                recipe.token_vocabulary,
+            )
+        except (ConstraintError, TokenizerError) as error:
+            raise ConversionError(f"The answer's form cannot be enforced: {error}") from error
 
     @property
     def stream(self) -> bool:
@@ -165,7 +196,7 @@ class Prepared:
             self.converted,
             response_id=response_id,
             model=model,
-            tokenizer=self._tokenizer,
+            tokenizer=self._recipe.tokenizer,
             created=created,
         )
         return Reply(stream)
@@ -208,9 +239,22 @@ class _Recipe:
                     f"{self.profile.name!r}; leave the name out."
                 )
         self._options = options
+        self._tokenizer_file = tokenizer_file
         self.tokenizer = PromptTokenizer.from_path(tokenizer_file, token_map)
         for spelling in self.profile.tokens.spellings:
             self.tokenizer.special_id(spelling)
+
+    @cached_property
+    def token_vocabulary(self) -> TokenVocabulary:
+        """The vocabulary as the mask engine needs it, and the grammars compiled for it.
+
+        Raises:
+            TokenizerError: the mask engine cannot read the tokenizer file.
+        """
+        from deepseek_recipe.structured.vocabulary import TokenVocabulary
+
+        eos_id = self.tokenizer.special_id(self.profile.tokens.eos)
+        return TokenVocabulary.of(self._tokenizer_file, eos_ids=(eos_id,))
 
     def prepare(
         self, request: Mapping[str, object] | bytes | str, protocol: str = "chat"
@@ -232,7 +276,7 @@ class _Recipe:
             token_ids = self.tokenizer.encode(prompt)
         except TokenizerError as error:  # all special tokens are there, so it is about the text
             raise ConversionError(str(error)) from error
-        return Prepared(converted, token_ids, prompt.images, self.tokenizer)
+        return Prepared(converted, token_ids, prompt.images, self)
 
 
 class DeepseekV4(_Recipe):

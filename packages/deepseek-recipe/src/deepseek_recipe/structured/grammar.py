@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
@@ -12,12 +12,13 @@ from llguidance import LLMatcher, LLParserLimits
 from deepseek_recipe.errors import ConstraintError, shown
 from deepseek_recipe.json_text import load
 from deepseek_recipe.structured.deep_stack import on_a_deep_stack
-from deepseek_recipe.structured.lowered import Lowered
+from deepseek_recipe.structured.judge import fault_of
+from deepseek_recipe.structured.lowered import Lowered, quoted
 from deepseek_recipe.structured.matcher import Matcher
 from deepseek_recipe.structured.spec import Kind, Spec
 from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
-__all__ = ["Grammar", "build", "compile", "lower"]
+__all__ = ["Grammar", "build", "compile", "kept", "lower"]
 
 # Characters of engine text. 1 M characters of alternatives take the engine about as long as a
 # constraint may take in all.
@@ -25,8 +26,6 @@ _MAX_LOWERED_CHARS = 2_000_000
 # Grammars of more characters are tried with a few tokens; smaller ones are not wide enough to fail.
 _LARGE = 20_000
 _PROBED = 4
-# What is not itself in a pattern of the engine, or looks like the end of one or of a line.
-_SPECIAL = re.compile(r"[^A-Za-z0-9_ \u00a1-\u1fff\u3000-\ud7ff]")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): *")
 
 
@@ -41,10 +40,18 @@ class Grammar:
     warnings: tuple[str, ...]
     _vocabulary: TokenVocabulary
     _engine: LLMatcher
+    _spec: Spec | None = None
 
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of a text."""
         return Matcher(self._engine.deep_copy(), self._vocabulary)
+
+    def fault_of(self, text: str) -> str | None:
+        """Return why a finished text does not satisfy the constraint, by a library of its own.
+
+        None if it does, and where that cannot be told (of patterns and grammars).
+        """
+        return None if self._spec is None else fault_of(self._spec, text)
 
 
 def compile(spec: Spec, vocabulary: TokenVocabulary) -> Grammar:
@@ -55,12 +62,21 @@ def compile(spec: Spec, vocabulary: TokenVocabulary) -> Grammar:
     Raises:
         ConstraintError: the constraint cannot be enforced as it stands.
     """
+    return kept(
+        vocabulary,
+        (spec.kind, spec.content),
+        lambda: replace(build(lower(spec), vocabulary), _spec=spec),
+    )
+
+
+def kept(vocabulary: TokenVocabulary, key: tuple[str, str], make: Callable[[], Grammar]) -> Grammar:
+    """Return the grammar of a key (what it is, and its text), made unless it is still kept.
+
+    Raises:
+        ConstraintError: what `make` raises.
+    """
     try:
-        return vocabulary.grammars.get(
-            (spec.kind, spec.content),
-            len(spec.content) + 1,
-            lambda: build(lower(spec), vocabulary),
-        )
+        return vocabulary.grammars.get(key, len(key[1]) + 1, make)
     except ConstraintError as error:
         # Several threads may get the same one: each raises its own.
         raise ConstraintError(error.path, error.message) from error
@@ -159,6 +175,12 @@ def _ebnf(content: str) -> Lowered:
     return lower_ebnf(content)
 
 
+def _tags(content: str) -> Lowered:
+    from deepseek_recipe.structured.tags import lower_tags
+
+    return lower_tags(content)
+
+
 def _choice(content: str) -> Lowered:
     try:
         texts = load(content)
@@ -172,12 +194,8 @@ def _choice(content: str) -> Lowered:
         if not isinstance(text, str):
             raise ConstraintError(f"/{number}", f"{shown(text)} is no string.")
     # One lexeme, so that a text which begins another one is told from it by what follows.
-    parts = "|".join(_quoted(text) or "()" for text in dict.fromkeys(texts))
+    parts = "|".join(quoted(text) or "()" for text in dict.fromkeys(texts))
     return Lowered(f"start: TEXT\nTEXT: /{parts}/\n")
-
-
-def _quoted(text: str) -> str:
-    return _SPECIAL.sub(lambda char: f"\\x{{{ord(char.group()):x}}}", text)
 
 
 _FRONT_ENDS: dict[Kind, Callable[[str], Lowered]] = {
@@ -186,4 +204,5 @@ _FRONT_ENDS: dict[Kind, Callable[[str], Lowered]] = {
     "regex": _regex,
     "ebnf": _ebnf,
     "choice": _choice,
+    "structural_tag": _tags,
 }

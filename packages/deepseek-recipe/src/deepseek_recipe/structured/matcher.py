@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from deepseek_recipe.errors import ConstraintError, shown
 from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
-__all__ = ["Mask", "Matcher", "check_rows"]
+__all__ = ["Mask", "Matcher", "check_rows", "whole_numbers"]
 
 Mask = NDArray[np.int32]
 
@@ -101,7 +101,7 @@ class Matcher:
             ConstraintError: an id is no whole number, and nothing was taken; or the grammar became
                 too complex.
         """
-        ids = _whole(token_ids)
+        ids = whole_numbers(token_ids)
         for place, token_id in enumerate(ids):
             if not self._accept(token_id):
                 return place
@@ -113,7 +113,7 @@ class Matcher:
         Raises:
             ConstraintError: fewer were accepted.
         """
-        [count] = _whole([count])
+        [count] = whole_numbers([count])
         if not 0 <= count <= self._length:
             raise ConstraintError(
                 "", f"roll-back of {shown(count)} tokens; allowed: 0 to {self._length}, all so far."
@@ -167,7 +167,7 @@ class Matcher:
                 has then failed for good.
         """
         check_rows(rows, len(drafts) + 1, self.vocabulary.num_words)
-        ids = _whole(drafts)
+        ids = whole_numbers(drafts)
         taken = 0
         address, width = rows.ctypes.data, rows.strides[0]
         self._fill(rows[0], address)
@@ -294,7 +294,7 @@ def check_rows(rows: Mask, num_rows: int | None, num_words: int) -> None:
         )
 
 
-def _whole(values: Sequence[int]) -> list[int]:
+def whole_numbers(values: Sequence[int]) -> list[int]:
     """Return whole numbers, of any type that has them, as Python's.
 
     Raises:

@@ -13,7 +13,7 @@ from deepseek_recipe.json_text import dump_compact
 
 __all__ = ["Kind", "Spec"]
 
-Kind: TypeAlias = Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
+Kind: TypeAlias = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
 
 # Characters of a constraint. A grammar of this size takes a compiler well under a second.
 _MAX_CHARS = 262_144
@@ -26,7 +26,8 @@ class Spec:
     Attributes:
         kind: how `content` is read.
         content: JSON text of a schema (`json_schema`) or of a list of strings (`choice`), a
-            pattern (`regex`), a grammar (`ebnf`); empty for `json_object`.
+            pattern (`regex`), a grammar (`ebnf`), JSON text of tags (`structural_tag`); empty for
+            `json_object`.
     """
 
     kind: Kind
@@ -59,7 +60,7 @@ class Spec:
             ) from error
         if self.kind == "json_object" and self.content:
             raise ConstraintError("", "`json_object` takes no content. Use `json_schema` for one.")
-        if self.kind in ("json_schema", "choice", "ebnf") and not self.content:
+        if self.kind not in ("json_object", "regex") and not self.content:
             raise ConstraintError("", f"a constraint of kind `{self.kind}` needs a content.")
 
     @classmethod
@@ -120,3 +121,13 @@ class Spec:
             if not isinstance(text, str):
                 raise ConstraintError(f"/{number}", f"{shown(text)} is no string.")
         return cls("choice", json.dumps(list(texts), ensure_ascii=False))
+
+    @classmethod
+    def structural_tag(cls, tags: Mapping[str, JsonValue] | str) -> Spec:
+        """Return the constraint of free text with tags in it, as `structured.tags` reads it.
+
+        Raises:
+            ConstraintError: as `json_schema`.
+        """
+        text = tags if isinstance(tags, str) else cls.json_schema(tags).content
+        return cls("structural_tag", text)

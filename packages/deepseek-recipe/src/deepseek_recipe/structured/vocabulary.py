@@ -44,7 +44,7 @@ class TokenVocabulary:
     def __init__(self, path: Path, eos_ids: Sequence[int] | None, num_threads: int | None) -> None:
         """Read a tokenizer.json; `of` says what the arguments are and what is raised."""
         # Checks the file, and says what is wrong with it in our own words.
-        tokenizer = PromptTokenizer.from_path(path)
+        self._tokenizer = tokenizer = PromptTokenizer.from_path(path)
         self.size = tokenizer.vocab_size
         self.num_words = (self.size + 31) // 32
         self.special_ids = frozenset(tokenizer.special_tokens)
@@ -75,6 +75,10 @@ class TokenVocabulary:
         self.grammars: BoundedCache[tuple[str, str], Grammar] = BoundedCache(
             _MAX_GRAMMARS, _MAX_CHARS
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, of an added token those of its spelling."""
+        return self._tokenizer.token_bytes(token_id)
 
     @cached_property
     def executor(self) -> LLExecutor:

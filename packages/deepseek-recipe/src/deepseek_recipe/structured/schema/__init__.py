@@ -11,7 +11,7 @@ from deepseek_recipe.structured.schema.expander import Expander
 from deepseek_recipe.structured.schema.keywords import KEYWORDS, keyword_table
 from deepseek_recipe.structured.schema.writer import write_grammar
 
-__all__ = ["KEYWORDS", "keyword_table", "lower_schema"]
+__all__ = ["KEYWORDS", "check_schema", "keyword_table", "lower_schema"]
 
 
 def lower_schema(schema: JsonValue) -> Lowered:

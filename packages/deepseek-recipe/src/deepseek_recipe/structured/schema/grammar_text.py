@@ -26,6 +26,7 @@ COLON, SEPARATOR = "COLON", "SEPARATOR"
 _MAX_RULES = 20_000
 _MAX_CHARS = 2_000_000
 _MAX_CHECKS = 200
+_SCALAR_STARTS = b'"-0123456789'  # of strings and numbers in JSON
 _RULE = re.compile(r"(r\d+)(?:\{(\d+),\d*\})?")
 
 
@@ -58,8 +59,8 @@ class Rules:
         """Return the name of a terminal."""
         return self._terminals.setdefault(text, f"T{len(self._terminals)}")
 
-    def writable(self, terminal: str, path: str) -> bool:
-        """Return whether a terminal or symbol for strings or numbers has any text.
+    def writable(self, terminal: str, path: str, first: bytes = _SCALAR_STARTS) -> bool:
+        """Return whether a terminal or symbol has any text that begins with one of some bytes.
 
         Raises:
             ConstraintError: the engine refuses it, or cannot tell within its limits.
@@ -74,7 +75,7 @@ class Rules:
                 reason = fault.rpartition("failed to compile JSON schema: ")[2]
                 raise ConstraintError(path, f"its limits are beyond the mask engine: {reason}")
             self._checks[terminal] = not fault and any(
-                matcher.validate_tokens([each]) == 1 for each in b'"-0123456789'
+                matcher.validate_tokens([each]) == 1 for each in first
             )
         return self._checks[terminal]
 
@@ -85,7 +86,7 @@ class Rules:
 
     def text(self, start: str) -> str | None:
         """Return the grammar, without what can never end; None if that is all of it."""
-        ends = self._ending()
+        ends = self.ending()
         if start not in ends:
             return None
         lines, reached, stack = [f"start: {start}"], {start}, [start]
@@ -106,7 +107,7 @@ class Rules:
         lines += [f"{name}: {text}" for text, name in self._terminals.items()]
         return "\n".join(lines) + "\n"
 
-    def _ending(self) -> set[str]:
+    def ending(self) -> set[str]:
         """Return the rules that derive a finite text: the least set closed under the rules."""
         waiting: dict[str, list[tuple[str, list[str]]]] = {}
         ends: set[str] = set()
