@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepseek_recipe.conversation import ImageSource, text_of
+from deepseek_recipe.conversation import ImageSource, OutputConstraint, text_of
 from deepseek_recipe.errors import BodyError, ConversionError
 from deepseek_recipe.options import ConversionOptions
 from deepseek_recipe.protocols.body import parse_body
@@ -69,7 +69,6 @@ def test_max_completion_tokens_wins() -> None:
         ("presence_penalty", 0, 0.5),
         ("frequency_penalty", 0.0, -1),
         ("logit_bias", {}, {"5": 1}),
-        ("parallel_tool_calls", True, False),
         ("functions", [], [{"name": "f"}]),
         ("function_call", "auto", {"name": "f"}),
         ("modalities", ["text"], ["text", "audio"]),
@@ -164,6 +163,15 @@ def test_boolean_is_no_number(field: str) -> None:
             "response_format.json_schema.schema",
         ),
         ({"thinking": {}}, "thinking.type"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": ["x"]}}, "structured_outputs.grammar"),
     ],
 )
 def test_body_error_names_the_field(body: dict[str, Any], field: str) -> None:
@@ -321,6 +329,112 @@ def test_word_json_must_stand_in_one_message() -> None:
     )
     answer = {"role": "assistant", "content": "JSON"}
     assert convert(messages=[USER, answer, USER], response_format=form)
+
+
+# ---- what is enforced ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("structured", "kind", "schema"),
+    [
+        ({"json": {"type": "object", "title": "é"}}, "json", '{"type":"object","title":"é"}'),
+        ({"json": ' {"type": "object"}\n'}, "json", '{"type":"object"}'),
+        ({"json": False}, "json", "false"),
+        ({"json": "true"}, "json", "true"),
+        ({"json_object": True}, "json", ""),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ["yes", "né"]}, "choice", '["yes","né"]'),
+        ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        ({"structural_tag": {"a": [1, 2]}}, "structural_tag", '{"a":[1,2]}'),
+        ({"structural_tag": '{"a": 1e-7}'}, "structural_tag", '{"a":1e-7}'),
+        ({"regex": "a", "json": None, "choice": None}, "regex", "a"),
+    ],
+)
+@pytest.mark.parametrize("model", [V4, V41])
+def test_structured_outputs_are_enforced_and_not_shown(
+    structured: dict[str, Any], kind: str, schema: str, model: str
+) -> None:
+    plain = convert(model=model)
+    asked = convert(model=model, structured_outputs=structured, response_format={"type": "text"})
+    assert asked.settings.output_constraint == OutputConstraint(kind, schema)  # type: ignore[arg-type]
+    assert (asked.conversation, asked.parsing) == (plain.conversation, plain.parsing)
+    assert convert(model=model, structured_outputs=None).settings == plain.settings
+
+
+@pytest.mark.parametrize(
+    ("structured", "reason"),
+    [
+        ({}, "`structured_outputs` has no member; allowed: exactly one of `json`, `json_object`"),
+        ({"json": None}, "`structured_outputs` has no member"),
+        ({"json": False, "regex": "a"}, "`structured_outputs` has `json` and `regex`; allowed"),
+        ({"json_object": False}, "`structured_outputs.json_object` is false; allowed: true."),
+        ({"json": 5}, "Invalid 'structured_outputs.json': 5 is not of types"),
+        ({"json": "[]"}, "Invalid 'structured_outputs.json': [] is not of types"),
+        ({"json": {"$ref": "#/x"}}, "Invalid 'structured_outputs.json': Pointer '/x' does not"),
+        ({"json": "{"}, "Invalid 'structured_outputs.json': the text '{' is not JSON"),
+        ({"json": "[" * 9999}, "Invalid 'structured_outputs.json': the text '[[[["),
+        ({"structural_tag": []}, "Invalid 'structured_outputs.structural_tag': [] is no object."),
+        ({"structural_tag": "5"}, "Invalid 'structured_outputs.structural_tag': 5 is no object."),
+        ({"structural_tag": "x"}, "Invalid 'structured_outputs.structural_tag': the text 'x' is"),
+        ({"regex": "a", "whitespace_pattern": "b"}, "Unknown field `structured_outputs.white"),
+    ],
+)
+def test_structured_outputs_that_are_none_are_refused(
+    structured: dict[str, Any], reason: str
+) -> None:
+    assert refusal(structured_outputs=structured).startswith(reason)
+
+
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+FORMS = [JSON_SCHEMA, {"type": "regex", "regex": "a"}, {"type": "json_object"}]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_structured_outputs_and_response_format_are_two_wishes(form: dict[str, Any]) -> None:
+    reason = refusal(response_format=form, structured_outputs={"regex": "a"})
+    assert reason == (
+        f"`structured_outputs` and `response_format` of type '{form['type']}' both say what the "
+        "answer must be. Leave out one of the two."
+    )
+
+
+def test_structured_outputs_are_refused_where_tools_may_be_called() -> None:
+    body: dict[str, Any] = {"tools": [tool()], "structured_outputs": {"regex": "a"}}
+    assert refusal(**body).startswith("The field `structured_outputs` asks for a form of the ans")
+    ignored = convert(options={"unsupported": "ignore"}, **body)
+    assert ignored.left_out == ("structured_outputs",)
+    assert ignored.settings.output_constraint.kind == "tool_call"
+    chosen = convert(tool_choice="none", **body)
+    assert chosen.settings.output_constraint == OutputConstraint("regex", "a")
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"response_format": JSON_SCHEMA}, "response_format json_schema"),
+        ({"response_format": {"type": "regex", "regex": "a"}}, "response_format regex"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    ],
+)
+def test_prefix_fits_no_constraint_on_the_whole_answer(body: dict[str, Any], named: str) -> None:
+    reason = refusal(messages=[USER, PREFIX], **body)
+    assert reason.startswith(f"{named} should not be used with prefix: it is about the whole")
+    assert convert(**body).settings.output_constraint is not None
+
+
+@pytest.mark.parametrize("wish", [None, True, False])
+@pytest.mark.parametrize("choice", ["auto", "required", named("a")])
+def test_parallel_calls_are_as_asked(wish: bool | None, choice: Any) -> None:
+    body = {"tools": [tool("a"), tool("b")], "tool_choice": choice, "parallel_tool_calls": wish}
+    converted = convert(**body)
+    assert converted.settings.output_constraint.parallel is (wish is not False)
+    assert converted.left_out == ()
+
+
+def test_parallel_calls_mean_nothing_without_tools() -> None:
+    for body in ({}, {"tools": [tool()], "tool_choice": "none"}):
+        assert convert(parallel_tool_calls=False, **body).settings.output_constraint is None
 
 
 # ---- hostile input ------------------------------------------------------------------------------

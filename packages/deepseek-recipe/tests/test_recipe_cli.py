@@ -42,8 +42,8 @@ DIFFERENT_REPLIES = {
 REFUSED = {
     "chat/ok-limits/v4": "presence_penalty",
     "chat/ok-limits/v41": "presence_penalty",
-    "chat/ok-unknown-fields/v4": "parallel_tool_calls",
-    "chat/ok-unknown-fields/v41": "parallel_tool_calls",
+    "chat/ok-unknown-fields/v4": "`foo`",
+    "chat/ok-unknown-fields/v41": "`foo`",
     "chat/tool-extra-fields/v4": "tools[0].function.foo",
     "responses/items-ignored/v4": "item_reference",
     "responses/limits/v4": "store",
@@ -52,8 +52,6 @@ REFUSED = {
     "responses/tool-search/v4": "tool_search",
     "responses/tool-search-result-ns/v4": "tool_search",
     "responses/tool-search-server/v41": "tool_search",
-    "messages/choice-noparallel/v4": "disable_parallel_tool_use",
-    "messages/choice-noparallel/v41": "disable_parallel_tool_use",
     "messages/tool-strict-ignored/v4": "strict",
     "messages/sampling/v41": "top_k",
 }
@@ -215,6 +213,23 @@ def test_render_prints_prompt_ids_ranges_settings_and_parsing(run: Run) -> None:
         assert each["id"] in answer["token_ids"]
     names = [each["token"] for each in answer["special_ranges"]]
     assert names == ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>"]
+
+
+def test_what_golden_lines_lack_of_a_constraint_stands_beside_it(run: Run) -> None:
+    inner = {"type": "object", "properties": {"a": {"$ref": "#/$defs/R"}}}
+    parameters = {**inner, "$defs": {"R": {"type": "string"}}}
+    function = {"name": "f", "strict": True, "parameters": parameters}
+    body = {**CHAT, "tools": [{"type": "function", "function": function}]}
+    line = {"protocol": "chat", "version": "v4", "request": body}
+    _, answer = run("render", "--jsonl", stdin=line)
+    definitions = {"definitions": '{"f":{"$defs":{"R":{"type":"string"}}}}'}
+    assert list(answer["inference_options"]["output_constraint"]) == ["kind", "schema"]
+    assert answer["constraint"] == definitions
+    body["parallel_tool_calls"] = False
+    _, answer = run("render", "--jsonl", stdin=line)
+    assert answer["constraint"] == {"parallel": False, **definitions}
+    _, answer = run("render", *V4, stdin=body)
+    assert answer["settings"]["output_constraint"]["parallel"] is False
 
 
 def test_a_model_of_ones_own_has_the_profile_of_the_flag(run: Run) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepseek_recipe.conversation import text_of
+from deepseek_recipe.conversation import OutputConstraint, text_of
 from deepseek_recipe.encoding.prompt import render
 from deepseek_recipe.errors import BodyError, ConversionError, RequestError, error_body
 from deepseek_recipe.options import MODELS, ConversionOptions
@@ -30,8 +30,6 @@ PNG = {"type": "base64", "media_type": "image/png", "data": "aGk="}
 OURS = {"messages/choice-any/v4": "`any` forces a call"}
 # Rows with a field that is refused unless the server ignores those: the field.
 REFUSED_ROWS = {
-    "messages/choice-noparallel/v4": "tool_choice.disable_parallel_tool_use",
-    "messages/choice-noparallel/v41": "tool_choice.disable_parallel_tool_use",
     "messages/tool-strict-ignored/v4": "tools[0].strict",
     "messages/sampling/v41": "top_k",
 }
@@ -222,7 +220,6 @@ def test_golden_refusals_do_not_depend_on_the_policy() -> None:
         ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict"),
         ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"tools": [{**TOOL, "allowed_callers": ["x"]}]}, "tools[0].allowed_callers"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, None),
     ],
 )
 def test_field_without_effect_is_refused_by_name_or_left_out(
@@ -346,6 +343,11 @@ def test_request_of_a_coding_agent_passes_by_default() -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": "yes"}},
+            "tool_choice.disable_parallel_tool_use",
+        ),
         (
             {"messages": [user(image(type="base64", media_type="image/bmp", data=""))]},
             "messages[0].content[0].source.media_type",
@@ -372,6 +374,47 @@ def test_any_forces_a_call() -> None:
     assert converted.parsing.starts_in_tool_calls
     assert converted.settings.output_constraint is not None
     assert converted.settings.output_constraint.kind == "tool_call_required"
+
+
+@pytest.mark.parametrize("kind", ["auto", "any", "tool"])
+@pytest.mark.parametrize("disabled", [None, True, False])
+def test_one_call_at_most_is_enforced(kind: str, disabled: bool | None) -> None:
+    choice = {"type": kind, "disable_parallel_tool_use": disabled}
+    if kind == "tool":
+        choice["name"] = "a"
+    constraint = convert(tools=[TOOL, OTHER_TOOL], tool_choice=choice).settings.output_constraint
+    assert constraint is not None
+    assert constraint.kind == ("tool_call" if kind == "auto" else "tool_call_required")
+    assert constraint.parallel is (disabled is not True)
+    assert convert(tool_choice=choice).settings.output_constraint is None
+
+
+@pytest.mark.parametrize(
+    ("structured", "kind", "schema"),
+    [
+        ({"json": {"type": "object"}}, "json", '{"type":"object"}'),
+        ({"json_object": True}, "json", ""),
+        ({"choice": ["a", "b"]}, "choice", '["a","b"]'),
+        ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+    ],
+)
+def test_structured_outputs_are_enforced_and_not_shown(
+    structured: dict[str, Any], kind: str, schema: str
+) -> None:
+    plain, asked = convert(), convert(structured_outputs=structured)
+    assert asked.settings.output_constraint == OutputConstraint(kind, schema)  # type: ignore[arg-type]
+    assert (asked.conversation, asked.parsing) == (plain.conversation, plain.parsing)
+
+
+def test_structured_outputs_are_refused_where_tools_may_be_called() -> None:
+    wish: dict[str, Any] = {"tools": [TOOL], "structured_outputs": {"regex": "a"}}
+    with pytest.raises(ConversionError, match="`structured_outputs` asks for a form"):
+        convert(**wish)
+    assert convert(**wish, option_unsupported="ignore").left_out == ("structured_outputs",)
+    chosen = convert(**wish, tool_choice={"type": "none"})
+    assert chosen.settings.output_constraint == OutputConstraint("regex", "a")
+    with pytest.raises(ConversionError, match="`structured_outputs` has `json` and `regex`"):
+        convert(structured_outputs={"json": True, "regex": "a"})
 
 
 def test_any_is_refused_in_thinking_mode() -> None:

@@ -24,14 +24,15 @@ def vocabulary_folder() -> str:
 
 def test_examples_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, object] = {}
     for block in blocks:
         exec(block.replace("MODEL_FOLDER", vocabulary_folder()), names)
     out = capsys.readouterr().out
     assert "<｜begin▁of▁sentence｜><｜User｜>What is 2+2?<｜Assistant｜></think>" in out
     assert out.count("It is four.") >= 3 and "data: [DONE]" in out
-    good, bad, ended = out.splitlines()[-3:]
+    good, bad, asked, ended = out.splitlines()[-4:]
+    assert asked.startswith("{'kind': 'choice'")
     assert ended == "True True"
     assert good.startswith("(200, ") and "'content': 'Hello!'" in good
     assert bad.startswith("(400, ") and "messages" in bad

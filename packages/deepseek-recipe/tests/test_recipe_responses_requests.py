@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepseek_recipe.conversation import Message, text_of
+from deepseek_recipe.conversation import Message, OutputConstraint, text_of
 from deepseek_recipe.encoding.prompt import render
 from deepseek_recipe.encoding.tokenizer import PromptTokenizer
 from deepseek_recipe.errors import BodyError, ConversionError, RequestError
@@ -21,6 +21,7 @@ from deepseek_recipe.protocols.converted import ConvertedRequest
 from deepseek_recipe.protocols.fields import use_of
 from deepseek_recipe.protocols.responses.convert import convert_responses
 from deepseek_recipe.protocols.responses.models import ResponsesRequest
+from deepseek_recipe.protocols.responses.response_object import response_object
 
 GOLDEN = Path(__file__).parents[3] / "tests/conformance/prompts/requests.jsonl"
 NAMES = {"v4": "DeepSeek-V4-Pro", "v41": "DeepSeek-V4.1-Flash"}
@@ -56,6 +57,15 @@ def convert_row(row: dict[str, Any], policy: str) -> ConvertedRequest:
         parse_body(ResponsesRequest, body),
         ConversionOptions(models=models, unsupported=policy, **options),  # type: ignore[arg-type]
     )
+
+
+def golden_options(converted: ConvertedRequest) -> dict[str, Any]:
+    """Settings as the goldens have them, whose constraints are a kind and a schema."""
+    options = asdict(converted.settings)
+    if options["output_constraint"]:
+        constraint = options["output_constraint"]
+        options["output_constraint"] = {name: constraint[name] for name in ("kind", "schema")}
+    return options
 
 
 def convert(version: str = "v41", **fields: Any) -> ConvertedRequest:
@@ -143,7 +153,7 @@ def test_golden_row_converts_as_recorded(
         return
     converted = convert_row(row, "ignore")
     conversation = converted.conversation
-    assert asdict(converted.settings) == row["inference_options"]
+    assert golden_options(converted) == row["inference_options"]
     parsing = asdict(converted.parsing)
     assert {**parsing, "stop_sequences": list(parsing["stop_sequences"])} == row["parsing_options"]
     assert {
@@ -224,6 +234,8 @@ def test_golden_row_is_refused_exactly_when_it_carries_what_we_do_not_honour(
         ({"temperature": "hot"}, "`temperature`"),
         ({"stream": "yes"}, "`stream`"),
         ({"instructions": ["x"]}, "`instructions`"),
+        ({"parallel_tool_calls": 0}, "`parallel_tool_calls`"),
+        ({"structured_outputs": "x"}, "`structured_outputs`"),
     ],
 )
 def test_body_error_names_the_place(fields: dict[str, Any], place: str) -> None:
@@ -314,7 +326,6 @@ def test_request_of_a_coding_agent_passes() -> None:
         ("truncation", "auto"),
         ("include", ["message.output_text.logprobs"]),
         ("max_tool_calls", 3),
-        ("parallel_tool_calls", False),
         ("prompt", {"id": "p"}),
         ("service_tier", "priority"),
         ("moderation", {"model": "m"}),
@@ -351,6 +362,60 @@ def test_hints_may_have_any_type() -> None:
     assert "metadata" in hints
     for name in hints:
         assert convert(**{name: [5, {"k": None}]}).left_out == ()
+
+
+# what is enforced
+
+
+@pytest.mark.parametrize(
+    ("structured", "kind", "schema"),
+    [
+        ({"json": {"type": "object"}}, "json", '{"type":"object"}'),
+        ({"json_object": True}, "json", ""),
+        ({"regex": "a"}, "regex", "a"),
+        ({"choice": ["a", "b"]}, "choice", '["a","b"]'),
+        ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        ({"structural_tag": "{}"}, "structural_tag", "{}"),
+    ],
+)
+def test_structured_outputs_are_enforced_and_not_shown(
+    structured: dict[str, Any], kind: str, schema: str
+) -> None:
+    plain = convert()
+    asked = convert(structured_outputs=structured, text={"format": {"type": "text"}})
+    assert asked.settings.output_constraint == OutputConstraint(kind, schema)  # type: ignore[arg-type]
+    assert (asked.conversation, asked.parsing) == (plain.conversation, plain.parsing)
+
+
+def test_structured_outputs_that_do_not_fit_are_refused() -> None:
+    assert "`structured_outputs.choice[0]`" in body_error(structured_outputs={"choice": [5]})
+    assert "`structured_outputs.x`" in refusal(structured_outputs={"x": 1, "regex": "a"})
+    assert "`structured_outputs` has no member" in refusal(structured_outputs={})
+    wish: dict[str, Any] = {"structured_outputs": {"regex": "a"}}
+    for form in ({"type": "json_object"}, {"type": "json_schema", "name": "n", "schema": {}}):
+        reason = refusal(input="json", text={"format": form}, **wish)
+        assert reason.startswith(
+            f"`structured_outputs` and `text.format` of type '{form['type']}' both say"
+        )
+    assert "`structured_outputs` asks for" in refusal(tools=[function("f")], **wish)
+    ignored = convert(tools=[function("f")], _unsupported="ignore", **wish)
+    assert ignored.left_out == ("structured_outputs",)
+    chosen = convert(tools=[function("f")], tool_choice="none", **wish)
+    assert chosen.settings.output_constraint == OutputConstraint("regex", "a")
+
+
+@pytest.mark.parametrize("wish", [None, True, False])
+def test_parallel_calls_are_as_asked_and_told(wish: bool | None) -> None:
+    converted = convert(tools=[function("f")], parallel_tool_calls=wish)
+    assert converted.settings.output_constraint is not None
+    assert converted.settings.output_constraint.parallel is (wish is not False)
+    request = parse_body(
+        ResponsesRequest, {"model": NAMES["v4"], "input": "x", "parallel_tool_calls": wish}
+    )
+    for echo in (True, False):
+        told = response_object(request, response_id="r", model="m", created=0, echo=echo)
+        assert told["parallel_tool_calls"] is (wish is not False)
+    assert convert(parallel_tool_calls=wish).settings.output_constraint is None
 
 
 # the order of checks

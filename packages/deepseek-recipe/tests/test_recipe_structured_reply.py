@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from functools import cache
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import Any
@@ -15,10 +14,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from deepseek_recipe.encoding.tokenizer import packaged_folder
-from deepseek_recipe.errors import ConstraintError, ConversionError
+from deepseek_recipe.errors import ConstraintError, ConversionError, RequestError
 from deepseek_recipe.recipe import DeepseekV4, DeepseekV41, Prepared
 from deepseek_recipe.structured import Matcher, Spec, compile
-from deepseek_recipe.structured.conversation import reply_grammar
 from deepseek_recipe.structured.grammar import build
 from deepseek_recipe.structured.reply import ReplyGrammar, ReplyMatcher
 from deepseek_recipe.structured.schema.pattern import read_pattern
@@ -194,24 +192,31 @@ def test_a_call_of_the_prompts_own_form_is_accepted() -> None:
 
 
 def test_one_call_where_several_are_not_wanted() -> None:
-    request = prepared(tools=TOOLS, tool_choice="required")
-    wanted = request.settings.output_constraint
-    assert wanted is not None
-    parts = recipe("v41")
-    single = reply_grammar(
-        replace(wanted, parallel=False),
-        request.converted.parsing,
-        parts.profile,
-        parts.tokenizer,
-        parts.token_vocabulary,
-    )
-    assert single is not None
     call = [*plain("<"), MARK, *plain(' invoke name="now">\n\n</'), MARK, *plain(" invoke>\n")]
-    again = plain("<")
+    asked = {"tools": TOOLS, "tool_choice": "required"}
+    several, single = grammar(**asked), grammar(**asked, parallel_tool_calls=False)
+    assert several.matcher().accept([*call, *plain("<")]) == len(call) + 1
     matcher = single.matcher()
-    assert matcher.accept(call) == len(call) and matcher.accept(again) == 0
-    several = grammar(tools=TOOLS, tool_choice="required").matcher()
-    assert several.accept([*call, *again]) == len(call) + 1
+    assert matcher.accept([*call, *plain("<")]) == len(call)
+    assert matcher.forced() == [*plain("</"), MARK, *plain(" calls>")]
+    # A promise like any other: tools that may be called need masks for it.
+    assert prepared(tools=TOOLS[2:], parallel_tool_calls=False).grammar() is not None
+
+
+def test_references_of_strict_tools_lead_to_their_definitions() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+        "$defs": {"n": {"type": "integer"}},
+    }
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": parameters, "strict": True},
+    }
+    matcher = grammar(tools=[tool], tool_choice="required").matcher()
+    ids = [*plain("<"), MARK, *plain(' invoke name="f">\n<'), MARK, *plain(' parameter name="a"')]
+    assert matcher.accept(ids) == len(ids)
+    assert matcher.accept(plain(' string="false">12</')) and matcher.accept([MARK]) == 1
 
 
 def test_tools_without_a_promise_need_no_masks() -> None:
@@ -525,3 +530,46 @@ def test_a_request_that_cannot_be_enforced_is_refused_with_its_place() -> None:
         prepared(response_format=form).grammar()
     assert grammar(response_format={"type": "json_object"}).matcher().accept(plain("[")) == 0
     assert grammar(response_format={"type": "regex", "regex": "a+"}).matcher().accept(plain("aa"))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "right", "wrong"),
+    [
+        ({"json": {"const": [1]}}, "[1]", "[2]"),
+        ({"json": '{"type": "null"}'}, "null", "1"),
+        ({"json": True}, "1", "x"),
+        ({"json_object": True}, "{}", "[]"),
+        ({"regex": "a|b", "json": None}, "b", "c"),
+        ({"choice": ["x", "y"]}, "y", "z"),
+        ({"grammar": 'root ::= "a" "b"'}, "ab", "b"),
+        ({"structural_tag": TAGS}, "!null!", "!1!"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_constraints_of_plain_texts(constraint: Any, right: str, wrong: str) -> None:
+    found = recipe("v4").grammar(constraint)
+    for text, holds in ((right, True), (wrong, False)):
+        ids = [*plain(text), EOS]
+        assert (found.matcher().accept(ids) == len(ids)) == holds
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({}, "`constraint` has no member; allowed: exactly one of `json`"),
+        ({"regex": "a", "choice": ["a"]}, "`regex` and `choice`"),
+        ({"regex": 1}, "`regex`"),
+        ({"choice": []}, "`choice`"),
+        ({"json_object": False}, "`constraint.json_object` is false"),
+        ({"json": {"type": "x"}}, "Invalid 'constraint.json'"),
+        ({"json": "{"}, "not JSON"),
+        ({"regx": "a"}, "regx"),
+        ({"regex": "(?=a)"}, "The form of the answer cannot be enforced: 1:1"),
+        ({"grammar": "a ::= b"}, "cannot be enforced: 1:7"),
+        ({"json": {"properties": {"a": {"$ref": "http://x"}}}}, "Retrieval is disabled"),
+    ],
+    ids=str,
+)
+def test_constraints_that_are_refused(constraint: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        recipe("v4").grammar(constraint)

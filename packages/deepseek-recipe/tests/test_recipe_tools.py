@@ -161,6 +161,22 @@ def test_form_of_the_answer_is_enforced(form: ResponseFormat, expected: object) 
     assert output_constraint((), "auto", form, {"a": [1, 2]}) == expected
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_one_call_at_most_is_part_of_the_constraint(choice: Any) -> None:
+    for parallel in (True, False):
+        constraint = output_constraint((A,), choice, ResponseFormat(), None, parallel=parallel)
+        assert constraint is not None
+        assert (constraint.parallel, constraint.definitions) == (parallel, "")
+    assert output_constraint((), "auto", ResponseFormat(), None, parallel=False) is None
+
+
+def test_structured_outputs_count_where_there_are_no_tools() -> None:
+    wanted = OutputConstraint("choice", '["a"]')
+    assert output_constraint((), "auto", ResponseFormat(), None, structured=wanted) is wanted
+    beside = output_constraint((A,), "auto", ResponseFormat(), None, structured=wanted)
+    assert beside is not None and beside.kind == "tool_call"
+
+
 def test_answer_schema_is_checked_and_made_strict() -> None:
     assert checked_answer_schema(True, None) is True
     schema = {"type": "object", "properties": {"a": STRING}}
@@ -235,7 +251,7 @@ def test_strict_object_without_properties_is_empty_at_the_top(schema: object) ->
             {"anyOf": [STRING, {"type": "null"}], "description": "d"},
             '{"anyOf": [{"type": "string"}, {"type": "null"}], "description": "d"}',
         ),
-        ({"$ref": "#/$defs/R", "title": "t"}, '{"$ref": "#/$defs/R"}'),
+        ({"$ref": "#", "title": "t"}, '{"$ref": "#"}'),
         ({**STRING, "description": None, "enum": None}, '{"type": "string"}'),
     ],
 )
@@ -290,6 +306,114 @@ def test_what_the_strict_subset_cannot_say_is_refused(schema: object, reason: st
 def test_strict_object_with_other_rules_is_refused(more: dict[str, Any], reason: str) -> None:
     schema = {"type": "object", "properties": {"a": STRING}, **more}
     assert refusal(normalise, schema, STRICT_TOOL) == reason
+
+
+# ---- definitions of strict schemas --------------------------------------------------------------
+
+CLOSED = {"type": "object", "properties": {"z": STRING}}
+CLOSED_STRICT = {**CLOSED, "additionalProperties": False, "required": ["z"]}
+
+
+def with_definitions(inner: object, **members: object) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": inner}, **members}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        (
+            with_definitions({"$ref": "#/$defs/R"}, **{"$defs": {"R": CLOSED}}),
+            {"$defs": {"R": CLOSED_STRICT}},
+        ),
+        (
+            with_definitions(
+                {"$ref": "#/definitions/R"}, definitions={"R": {**STRING, "title": 1}}
+            ),
+            {"definitions": {"R": STRING}},
+        ),
+        (  # what nothing refers to is neither kept nor read
+            with_definitions({"$ref": "#/$defs/R"}, **{"$defs": {"R": STRING, "S": {"not": 5}}}),
+            {"$defs": {"R": STRING}},
+        ),
+        (with_definitions(STRING, **{"$defs": {"R": STRING}, "definitions": 5}), {}),
+        (  # one leads to the other
+            with_definitions(
+                {"anyOf": [{"$ref": "#/definitions/S"}, {"type": "null"}]},
+                **{"$defs": {"R": STRING}, "definitions": {"S": {"$ref": "#/$defs/R"}}},
+            ),
+            {"$defs": {"R": STRING}, "definitions": {"S": {"$ref": "#/$defs/R"}}},
+        ),
+        (  # into itself
+            with_definitions(
+                {"$ref": "#/$defs/N"},
+                **{"$defs": {"N": {"type": "array", "items": {"$ref": "#/$defs/N"}}}},
+            ),
+            {"$defs": {"N": {"type": "array", "items": {"$ref": "#/$defs/N"}}}},
+        ),
+        (  # into the inside of a definition, by a name that is escaped
+            with_definitions(
+                {"$ref": "#/$defs/a~1b%25/properties/z"}, **{"$defs": {"a/b%": CLOSED}}
+            ),
+            {"$defs": {"a/b%": CLOSED_STRICT}},
+        ),
+    ],
+)
+def test_strict_schema_keeps_the_definitions_in_use(schema: Any, kept: dict[str, Any]) -> None:
+    result = normalise(schema, STRICT_ANSWER)
+    assert {name: result[name] for name in ("$defs", "definitions") if name in result} == kept
+    assert list(result)[:4] == ["type", "properties", "additionalProperties", "required"]
+    assert json.dumps(normalise(result, STRICT_ANSWER)) == json.dumps(result)
+
+
+def test_properties_named_as_keywords_refer_to_nothing() -> None:
+    schema = {"type": "object", "properties": {"$ref": STRING, "$defs": STRING}}
+    assert normalise(schema, STRICT_TOOL)["required"] == ["$ref", "$defs"]
+    reference = {"type": "array", "items": STRING, "enum": [{"$ref": "#/none"}]}
+    assert strict(reference) == json.dumps(reference)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        *("#/$defs/none", "#/none", "#/$defs", "#name", "", "R", "https://x/y", "#/properties/b"),
+        "#/properties/a/$defs/S",
+        "#/" + "%" * 100_000,
+    ],
+)
+def test_strict_reference_to_nothing_is_refused(reference: str) -> None:
+    inner = {"anyOf": [{"$ref": reference}], "$defs": {"S": STRING}}
+    reason = refusal(
+        normalise, with_definitions(inner, **{"$defs": {"R": STRING}, "$id": "x"}), STRICT_TOOL
+    )
+    assert reason.startswith("Invalid tool parameters schema : `$ref` ")
+    assert "leads to nothing that a strict schema keeps" in reason
+
+
+@pytest.mark.parametrize(
+    ("definition", "reason"),
+    [
+        ({"oneOf": []}, "Invalid json schema: definition 'R': missing field `type`"),
+        (True, "Invalid json schema: definition 'R': missing field `type`"),
+        ({**STRING, "not": {}}, "Invalid json schema: definition 'R': `not` is not supported"),
+        ({"type": "object"}, "An object with no properties is not allowed."),
+        ({**CLOSED, "required": []}, "Required properties must match all properties"),
+    ],
+)
+def test_definition_that_cannot_be_strict_is_refused(definition: object, reason: str) -> None:
+    schema = with_definitions({"$ref": "#/$defs/R"}, **{"$defs": {"R": definition}})
+    assert refusal(normalise, schema, STRICT_ANSWER).startswith(reason)
+
+
+def test_definitions_of_a_strict_tool_are_enforced_but_not_shown() -> None:
+    schema = with_definitions({"$ref": "#/$defs/R"}, **{"$defs": {"R": CLOSED}})
+    (tool,) = declare(declaration("a", schema, strict=True, deferred=True))
+    assert list(tool.parameters) == ["type", "properties", "additionalProperties", "required"]
+    assert tool.definitions == {"$defs": {"R": CLOSED_STRICT}} and tool.deferred
+    constraint = output_constraint((tool, B), "auto", ResponseFormat(), None)
+    assert constraint is not None and '"$defs"' not in constraint.schema
+    assert json.loads(constraint.definitions) == {"a": {"$defs": {"R": CLOSED_STRICT}}}
+    (loose,) = declare(declaration("a", schema))
+    assert loose.parameters is schema and loose.definitions is None
 
 
 def test_strict_answer_needs_a_schema_with_properties() -> None:

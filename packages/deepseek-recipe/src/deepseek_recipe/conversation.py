@@ -7,6 +7,7 @@ the text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -70,6 +71,8 @@ class Tool:
         parameters: JSON Schema of the arguments, already normalised when `strict`.
         strict: as sent; never rendered.
         deferred: known to the output side, not rendered in the head of the prompt.
+        definitions: of `strict` parameters: `$defs` and `definitions` that their references lead
+            to, normalised too. They are enforced, but not rendered.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Tool:
     parameters: JsonValue
     strict: bool | None = None
     deferred: bool = False
+    definitions: Mapping[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +140,14 @@ class OutputConstraint:
     """What decoding must enforce.
 
     Attributes:
-        kind: `tool_call`, `tool_call_required`, `json`, `regex`, `choice`, `ebnf` or
-            `structural_tag`.
-        schema: compact JSON of the tools or the schema, "" for any JSON, or the regex.
-        parallel: several calls are allowed.
+        kind: `tool_call` and `tool_call_required` are about calls, the others about the answer.
+        schema: of the tool kinds, compact JSON of the tools; of `json`, that of the schema, "" for
+            any JSON; of `regex`, the pattern; of `choice`, compact JSON of the list of texts; of
+            `ebnf`, the grammar; of `structural_tag`, compact JSON of the object.
+        parallel: of the tool kinds: False allows at most one call.
+        definitions: of the tool kinds: compact JSON of an object, from the name of a strict tool to
+            the members (`$defs`, `definitions`) that its parameters need beside those in `schema`;
+            "" where no tool needs any.
     """
 
     kind: Literal[
@@ -147,6 +155,7 @@ class OutputConstraint:
     ]
     schema: str
     parallel: bool = True
+    definitions: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ The classes here are the entry points of `deepinfer.recipe`. Nothing in them kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -26,10 +27,14 @@ from deepseek_recipe.errors import (
     shown,
 )
 from deepseek_recipe.options import ConversionOptions
+from deepseek_recipe.protocols.body import parse_body
 from deepseek_recipe.protocols.converted import ConvertedRequest
 from deepseek_recipe.protocols.dispatch import convert, parse, reply_stream
+from deepseek_recipe.protocols.fields import Refusals, check_fields
+from deepseek_recipe.protocols.structured_outputs import StructuredOutputs, constraint_of
 
 if TYPE_CHECKING:
+    from deepseek_recipe.structured.grammar import Grammar
     from deepseek_recipe.structured.reply import ReplyGrammar
     from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
@@ -115,6 +120,15 @@ def _entries(
         ) from error
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Make requests' errors of those about constraints."""
+    try:
+        yield
+    except (ConstraintError, TokenizerError) as error:
+        raise ConversionError(f"The form of the answer cannot be enforced: {error}") from error
+
+
 class Prepared:
     """A request, ready for an engine."""
 
@@ -156,7 +170,7 @@ class Prepared:
         recipe, wanted = self._recipe, self.settings.output_constraint
         if wanted is None:
             return None
-        try:
+        with _refusals():
             return reply_grammar(
                 wanted,
                 self.converted.parsing,
@@ -164,8 +178,6 @@ class Prepared:
                 recipe.tokenizer,
                 recipe.token_vocabulary,
             )
-        except (ConstraintError, TokenizerError) as error:
-            raise ConversionError(f"The answer's form cannot be enforced: {error}") from error
 
     @property
     def stream(self) -> bool:
@@ -255,6 +267,24 @@ class _Recipe:
 
         eos_id = self.tokenizer.special_id(self.profile.tokens.eos)
         return TokenVocabulary.of(self._tokenizer_file, eos_ids=(eos_id,))
+
+    def grammar(self, constraint: Mapping[str, object]) -> Grammar:
+        """Return what gives the masks of a text that is no reply, such as a plain completion.
+
+        Args:
+            constraint: as the field `structured_outputs` of requests: exactly one of `json`,
+                `json_object`, `regex`, `choice`, `grammar` and `structural_tag`.
+
+        Raises:
+            RequestError: it is something else, or cannot be enforced as it stands.
+        """
+        from deepseek_recipe.structured.conversation import spec_of
+        from deepseek_recipe.structured.grammar import compile
+
+        asked = parse_body(StructuredOutputs, constraint)
+        check_fields(asked, Refusals("reject"))
+        with _refusals():
+            return compile(spec_of(constraint_of(asked, "constraint")), self.token_vocabulary)
 
     def prepare(
         self, request: Mapping[str, object] | bytes | str, protocol: str = "chat"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepseek_recipe.cli.chunks import expand, mapping, read_chunks, read_finish, read_ids
-from deepseek_recipe.conversation import JsonValue
+from deepseek_recipe.conversation import GenerationSettings, JsonValue
 from deepseek_recipe.decoding.events import BackendFinish, Chunk, Ready, TextChunk, TokenChunk
 from deepseek_recipe.decoding.stream import ReplyStream, ServerEvent
 from deepseek_recipe.encoding.profile import PROFILES, profile_named
@@ -136,7 +136,7 @@ class Verbs:
             "prompt": request.prompt.text,
             "token_ids": request.token_ids,
             "special_tokens": [name for _, _, name in request.prompt.special_ranges],
-            "inference_options": asdict(request.converted.settings),
+            **_line_settings(request.converted.settings),
             "parsing_options": asdict(request.converted.parsing),
             **_left_out(request.converted),
         }
@@ -357,6 +357,15 @@ def _left_out(converted: ConvertedRequest) -> dict[str, object]:
     """Return what of a request has no effect, where there is any."""
     lists = {"left_out": list(converted.left_out), "overridden": list(converted.overridden)}
     return {name: names for name, names in lists.items() if names}
+
+
+def _line_settings(settings: GenerationSettings) -> dict[str, object]:
+    """Return settings as golden lines have them; more about a constraint stands beside them."""
+    options = asdict(settings)
+    constraint = options["output_constraint"] or {}
+    more = {name: constraint.pop(name) for name in ("parallel", "definitions") if constraint}
+    told = {name: value for name, value in more.items() if value not in (True, "")}
+    return {"inference_options": options, **({"constraint": told} if told else {})}
 
 
 def _text(line: Mapping[str, JsonValue], name: str, default: str) -> str:

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from deepseek_recipe.conversation import JsonValue
 
-__all__ = ["MAX_REFERENCE_CHARS", "broken_regex", "is_plain"]
+__all__ = ["MAX_REFERENCE_CHARS", "broken_regex", "is_plain", "leads_to_schema", "pointer_names"]
 
 MAX_REFERENCE_CHARS = 4096  # reading a longer one takes seconds, and none is in use
 
@@ -54,7 +54,7 @@ def is_plain(root: JsonValue) -> bool:
                     return False
                 stack += value.values()
             elif keyword == "$ref":
-                if not _leads_to_schema(root, value):
+                if not leads_to_schema(root, value):
                     return False
             elif keyword in _RARE and not (schema is root and _is_plain_name(keyword, value)):
                 return False
@@ -68,15 +68,20 @@ def _is_plain_name(keyword: str, value: JsonValue) -> bool:
     return keyword == "$schema" and isinstance(value, str) and value in _PLAIN_DRAFTS
 
 
-def _leads_to_schema(root: JsonValue, reference: JsonValue) -> bool:
-    # without an `$id` inside, which is rare, every reference starts at the root
+def pointer_names(reference: str) -> list[str]:
+    """Return the names on the way from the root to where a reference such as `#/a/b` leads."""
+    parts = unquote(reference[1:]).split("/")[1:]
+    return [part.replace("~1", "/").replace("~0", "~") for part in parts]
+
+
+def leads_to_schema(root: JsonValue, reference: JsonValue) -> bool:
+    """Return whether a reference leads from the root of a schema without inner `$id` into it."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return False
     if len(reference) > MAX_REFERENCE_CHARS:
         return False
     place = root
-    for part in unquote(reference[1:]).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+    for name in pointer_names(reference):
         if isinstance(place, dict) and name in place:
             place = place[name]
         elif isinstance(place, list) and name.isdecimal() and int(name[:9]) < len(place):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from deepseek_recipe.conversation import JsonValue
 from deepseek_recipe.errors import ConversionError, shown
+from deepseek_recipe.protocols.schema_plain import (
+    MAX_REFERENCE_CHARS,
+    leads_to_schema,
+    pointer_names,
+)
 
-__all__ = ["STRICT_ANSWER", "STRICT_TOOL", "StrictUse", "normalise"]
+__all__ = ["DEFINITIONS", "STRICT_ANSWER", "STRICT_TOOL", "StrictUse", "normalise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,8 @@ STRICT_TOOL = StrictUse(
     "Invalid tool parameters schema : ", "function parameters schema", may_be_empty=True
 )
 STRICT_ANSWER = StrictUse("Invalid json schema: ", "json schema", may_be_empty=False)
+
+DEFINITIONS = ("$defs", "definitions")  # members that hold what references lead to
 
 _MAX_DEPTH = 100  # schemas inside one another; far more than any model was shown
 _TYPES = ("object", "string", "number", "integer", "boolean", "array", "null")
@@ -55,15 +62,28 @@ _ORDER = ("items", "anyOf", "$ref", "description", "pattern", "format", "default
 _REFUSED = ("oneOf", "allOf", "not")
 
 
-def normalise(schema: JsonValue, use: StrictUse) -> JsonValue:
+def normalise(schema: JsonValue, use: StrictUse) -> dict[str, JsonValue]:
     """Return the schema in the strict subset: closed objects whose properties are all required.
 
+    Definitions that references lead to follow at the end, in the subset too; others are dropped.
+
     Raises:
-        ConversionError: it is no object schema, or says what the subset cannot express.
+        ConversionError: it is no object schema, says what the subset cannot express, or has a
+            reference that leads nowhere in the result.
     """
-    result = _Normaliser(use.lead, use.may_be_empty).schema(schema, use.lead, depth=0)
+    normaliser = _Normaliser(use.lead, use.may_be_empty)
+    result = normaliser.schema(schema, use.lead, depth=0)
     if result.get("type") != "object":
         raise ConversionError(f"The top level of the {use.noun} must be an object.")
+    assert isinstance(schema, dict), "what has a type is an object"
+    result |= normaliser.definitions(schema)
+    for reference in normaliser.references:
+        if not leads_to_schema(result, reference):
+            raise ConversionError(
+                f"{use.lead}`$ref` {shown(reference)} leads to nothing that a strict schema keeps. "
+                "Let it lead to the whole schema (`#`), to a definition at its top "
+                "(`#/$defs/NAME`) or to a property."
+            )
     return result
 
 
@@ -71,6 +91,23 @@ def normalise(schema: JsonValue, use: StrictUse) -> JsonValue:
 class _Normaliser:
     lead: str
     may_be_empty: bool
+    references: list[str] = field(default_factory=list)  # all that were read, in order
+
+    def definitions(self, root: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return the members that hold what the references read so far, and theirs, lead to."""
+        kept: dict[str, dict[str, JsonValue]] = {}
+        for reference in self.references:  # which grows as definitions are read
+            if len(reference) > MAX_REFERENCE_CHARS:
+                continue
+            names = pointer_names(reference)
+            if len(names) < 2 or names[0] not in DEFINITIONS:
+                continue
+            keyword, name = names[:2]
+            given = root.get(keyword)
+            if isinstance(given, dict) and name in given and name not in kept.get(keyword, ()):
+                lead = f"{self.lead}definition {shown(name)}: "
+                kept.setdefault(keyword, {})[name] = self.schema(given[name], lead, depth=1)
+        return {keyword: kept[keyword] for keyword in DEFINITIONS if keyword in kept}
 
     def schema(self, value: JsonValue, lead: str, *, depth: int) -> dict[str, JsonValue]:
         if depth > _MAX_DEPTH:
@@ -145,8 +182,10 @@ class _Normaliser:
             if not isinstance(value, list):
                 raise _wrong(value, "a sequence", inside)
             return [self.schema(each, inside, depth=depth + 1) for each in value]
-        if keyword == "$ref" and not isinstance(value, str):
-            raise _wrong(value, "a string", f"{self.lead}field `$ref`: ")
+        if keyword == "$ref":
+            if not isinstance(value, str):
+                raise _wrong(value, "a string", f"{self.lead}field `$ref`: ")
+            self.references.append(value)
         if value is None:
             return None
         if keyword == "format":

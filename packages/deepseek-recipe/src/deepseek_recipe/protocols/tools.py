@@ -12,7 +12,7 @@ from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.json_text import dump_compact
 from deepseek_recipe.protocols.fields import Refusals
 from deepseek_recipe.protocols.schema_check import SchemaChecker, json_shown
-from deepseek_recipe.protocols.strict import STRICT_ANSWER, STRICT_TOOL, normalise
+from deepseek_recipe.protocols.strict import DEFINITIONS, STRICT_ANSWER, STRICT_TOOL, normalise
 
 __all__ = [
     "Declaration",
@@ -84,14 +84,9 @@ def declared_tools(
     if len({each.model_name for each in declarations}) < len(declarations):
         raise ConversionError("Tool names must be unique.")
     checker = SchemaChecker()
+    may_miss = missing_parameters == "empty"
     return tuple(
-        Tool(
-            name=each.model_name,
-            description=each.description,
-            parameters=_checked_parameters(each, missing_parameters == "empty", checker),
-            strict=each.strict,
-            deferred=each.deferred,
-        )
+        _strict_tool(each) if each.strict else _tool(each, may_miss, checker)
         for each in declarations
     )
 
@@ -137,18 +132,33 @@ def checked_answer_schema(schema: JsonValue, strict: bool | None) -> JsonValue:
 
 
 def check_beside_tools(
-    tools: tuple[Tool, ...], response_format: ResponseFormat, path: str, refusals: Refusals
+    tools: tuple[Tool, ...],
+    response_format: ResponseFormat,
+    path: str,
+    structured: OutputConstraint | None,
+    refusals: Refusals,
 ) -> None:
-    """Refuse a schema or a regex beside tools: what is enforced then is the calls alone.
+    """Refuse a form of the answer beside tools: what is enforced then is the calls alone.
+
+    Args:
+        path: place of `response_format` in the request. Any JSON is no such form there.
+        structured: what `structured_outputs` of the request asks for.
 
     Raises:
         ConversionError: there are both and the policy is `reject`.
     """
-    if tools and response_format.kind in ("json_schema", "regex"):
+    asked = response_format.kind
+    if structured is not None:
+        path, asked_for = "structured_outputs", "a form of the answer"
+    elif asked in ("json_schema", "regex"):
+        asked_for = f"a {asked}"
+    else:
+        return
+    if tools:
         refusals.refuse(
             path,
-            f"The field `{path}` asks for a {response_format.kind}, which is not enforced where "
-            "tools may be called. Leave out one of the two, or set `tool_choice` to `none`.",
+            f"The field `{path}` asks for {asked_for}, which is not enforced where tools may be "
+            "called. Leave out one of the two, or set `tool_choice` to `none`.",
         )
 
 
@@ -157,17 +167,28 @@ def output_constraint(
     tool_choice: ToolChoice,
     response_format: ResponseFormat,
     strict_schema: JsonValue,
+    *,
+    structured: OutputConstraint | None = None,
+    parallel: bool = True,
 ) -> OutputConstraint | None:
     """Return what decoding must enforce: tools come before the form of the answer.
 
     Args:
         tools: all that are left after `choose_tools`.
         strict_schema: result of `checked_answer_schema`; used with form `json_schema` only.
+        structured: what `structured_outputs` of the request asks for; then the form is `text`.
+        parallel: whether the model may call several tools at once.
     """
     if tools:
-        functions = dump_compact([_function(tool) for tool in tools])
-        required = tool_choice == "required"
-        return OutputConstraint("tool_call_required" if required else "tool_call", functions)
+        needed = {tool.name: tool.definitions for tool in tools if tool.definitions}
+        return OutputConstraint(
+            "tool_call_required" if tool_choice == "required" else "tool_call",
+            dump_compact([_function(tool) for tool in tools]),
+            parallel=parallel,
+            definitions=dump_compact(needed) if needed else "",
+        )
+    if structured is not None:
+        return structured
     if response_format.kind == "json_object":
         return OutputConstraint("json", "")
     if response_format.kind == "json_schema":
@@ -208,10 +229,29 @@ def check_name(name: str, path: str, *, max_len: int | None = None) -> None:
         )
 
 
+def _strict_tool(each: Declaration) -> Tool:
+    closed = {"type": "object"} if each.parameters is None else each.parameters
+    parameters = normalise(closed, STRICT_TOOL)
+    # the checkpoint is shown strict parameters without definitions
+    definitions = {name: parameters.pop(name) for name in DEFINITIONS if name in parameters}
+    return Tool(
+        each.model_name,
+        each.description,
+        parameters,
+        strict=True,
+        deferred=each.deferred,
+        definitions=definitions or None,
+    )
+
+
+def _tool(each: Declaration, may_miss: bool, checker: SchemaChecker) -> Tool:
+    parameters = _checked_parameters(each, may_miss, checker)
+    return Tool(
+        each.model_name, each.description, parameters, strict=each.strict, deferred=each.deferred
+    )
+
+
 def _checked_parameters(each: Declaration, may_miss: bool, checker: SchemaChecker) -> JsonValue:
-    if each.strict:
-        closed = {"type": "object"} if each.parameters is None else each.parameters
-        return normalise(closed, STRICT_TOOL)
     if each.parameters is None and may_miss:
         return {}
     lead = f"Invalid schema for function '{each.model_name}': "

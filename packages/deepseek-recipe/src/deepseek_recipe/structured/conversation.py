@@ -39,7 +39,8 @@ def reply_grammar(
     calls = constraint.kind in _CALLS
     if calls:
         required = constraint.kind == "tool_call_required"
-        functions = _functions(constraint.schema)
+        declared: Any = load(constraint.schema)
+        functions = [each["function"] for each in declared]
         if constraint.parallel and not required and not any(map(_is_strict, functions)):
             return None
         grammar = _compiled_calls(constraint, functions, profile, mark, vocabulary)
@@ -87,20 +88,19 @@ def _compiled_calls(
         profile.parameter_word,
         "\n" if profile.gap_in_empty_call else "",
     )
+    definitions: Any = load(constraint.definitions or "{}")
     tools = [
-        CalledTool(each["name"], each["parameters"] if _is_strict(each) else None)
+        CalledTool(
+            each["name"],
+            each["parameters"] | definitions.get(each["name"], {}) if _is_strict(each) else None,
+        )
         for each in functions
     ]
     return kept(
         vocabulary,
-        (f"{constraint.kind} {several} {markup}", constraint.schema),
+        (f"{constraint.kind} {several} {markup}", constraint.schema + constraint.definitions),
         lambda: build(lower_calls(tools, markup, opened=opened, several=several), vocabulary),
     )
-
-
-def _functions(content: str) -> list[Mapping[str, Any]]:
-    declared: Any = load(content)
-    return [each["function"] for each in declared]
 
 
 def _is_strict(function: Mapping[str, Any]) -> bool:

@@ -1,8 +1,8 @@
 """Requests of Chat Completions to a conversation, settings, and how to read the reply.
 
 Checks run in this order: fields that are not supported, model, tools, messages, missing reasoning,
-the word json, tool choice, prefix, stop, stream_options, schema of the answer, n, penalties,
-temperature, top_p, top_logprobs, max_tokens, seed.
+structured outputs, the word json, tool choice, prefix, stop, stream_options, schema of the answer,
+n, penalties, temperature, top_p, top_logprobs, max_tokens, seed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from deepseek_recipe.protocols.limits import (
     check_top_logprobs,
     check_top_p,
 )
+from deepseek_recipe.protocols.structured_outputs import structured_constraint
 from deepseek_recipe.protocols.thinking import resolve_thinking
 from deepseek_recipe.protocols.tools import (
     Declaration,
@@ -77,10 +78,13 @@ def convert_chat(request: ChatRequest, options: ConversionOptions) -> ConvertedR
     if thinking and options.missing_reasoning == "reject":
         _check_reasoning(messages)
     response_format = _response_format(request)
+    structured = structured_constraint(
+        request.structured_outputs, response_format, "response_format"
+    )
     if response_format.kind == "json_object":
         _check_json_word(messages)
     tools, tool_choice = choose_tools(declared, _choice(request), thinking=thinking)
-    check_beside_tools(tools, response_format, "response_format", refusals)
+    check_beside_tools(tools, response_format, "response_format", structured, refusals)
     conversation = Conversation(
         messages=messages,
         thinking=thinking,
@@ -90,11 +94,18 @@ def convert_chat(request: ChatRequest, options: ConversionOptions) -> ConvertedR
         response_format=response_format,
     )
     if messages and messages[-1].prefix:
-        _check_prefix(declared, response_format)
+        _check_prefix(declared, response_format, structured)
     stops = _checked_stops(request)
     if request.stream_options is not None and not request.stream:
         raise ConversionError("stream_options should be set along with stream = true")
-    constraint = output_constraint(tools, tool_choice, response_format, _answer_schema(request))
+    constraint = output_constraint(
+        tools,
+        tool_choice,
+        response_format,
+        _answer_schema(request),
+        structured=structured,
+        parallel=request.parallel_tool_calls is not False,
+    )
     return ConvertedRequest(
         protocol="chat",
         request=request,
@@ -173,9 +184,21 @@ def _check_json_word(messages: tuple[Message, ...]) -> None:
         )
 
 
-def _check_prefix(declared: tuple[Tool, ...], response_format: ResponseFormat) -> None:
+def _check_prefix(
+    declared: tuple[Tool, ...],
+    response_format: ResponseFormat,
+    structured: OutputConstraint | None,
+) -> None:
     if response_format.kind == "json_object":
         raise ConversionError("response_format json_object should not be used with prefix")
+    form = None if response_format.kind == "text" else f"response_format {response_format.kind}"
+    if structured is not None:
+        form = "structured_outputs"
+    if form is not None:
+        raise ConversionError(
+            f"{form} should not be used with prefix: it is about the whole answer, of which the "
+            "reply is the end only. Leave out one of the two."
+        )
     if declared:
         raise ConversionError("Function call should not be used with prefix")
 

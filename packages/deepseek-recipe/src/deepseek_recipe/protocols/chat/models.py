@@ -8,6 +8,7 @@ from pydantic import Field, Tag
 
 from deepseek_recipe.protocols.chat.messages import ChatMessage
 from deepseek_recipe.protocols.fields import Body, hint, refused
+from deepseek_recipe.protocols.structured_outputs import StructuredOutputs
 from deepseek_recipe.protocols.thinking import Effort, ThinkingKind
 from deepseek_recipe.protocols.unions import by_type, string_or
 
@@ -141,7 +142,9 @@ class ChatRequest(Body):
     reasoning_effort: Effort | None = None
     tools: list[ChatTool] | None = None
     tool_choice: _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     response_format: _Form | None = None
+    structured_outputs: StructuredOutputs | None = None
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
     temperature: float | None = None
@@ -156,9 +159,6 @@ class ChatRequest(Body):
     presence_penalty: Annotated[float | None, refused(_NO_PENALTIES, 0.0)] = None
     frequency_penalty: Annotated[float | None, refused(_NO_PENALTIES, 0.0)] = None
     logit_bias: Annotated[object, refused(_NO_PENALTIES, {})] = None
-    parallel_tool_calls: Annotated[
-        object, refused("The model may always call several tools at once.", True)
-    ] = None
     functions: Annotated[object, refused(_USE_TOOLS, [])] = None
     function_call: Annotated[object, refused(_USE_TOOLS, "auto", "none")] = None
     modalities: Annotated[object, refused(_TEXT_ONLY, ["text"])] = None

@@ -1,7 +1,7 @@
 """Requests of the Messages protocol to a conversation, settings, and how to read the reply.
 
 Checks run in this order: fields that are not supported, model, tools, tool choice, messages in
-order, missing reasoning, stop texts, temperature, top_p, max_tokens.
+order, missing reasoning, structured outputs, stop texts, temperature, top_p, max_tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from deepseek_recipe.conversation import (
     Conversation,
     GenerationSettings,
     Message,
+    OutputConstraint,
     ParsingOptions,
     ResponseFormat,
 )
@@ -28,8 +29,9 @@ from deepseek_recipe.protocols.limits import (
 from deepseek_recipe.protocols.messages.models import MessagesRequest
 from deepseek_recipe.protocols.messages.tools import offered_tools, read_tools
 from deepseek_recipe.protocols.messages.turns import Turns
+from deepseek_recipe.protocols.structured_outputs import structured_constraint
 from deepseek_recipe.protocols.thinking import resolve_thinking
-from deepseek_recipe.protocols.tools import output_constraint
+from deepseek_recipe.protocols.tools import check_beside_tools, output_constraint
 from deepseek_recipe.settings import sampling_settings
 
 __all__ = ["convert_messages"]
@@ -60,6 +62,8 @@ def convert_messages(request: MessagesRequest, options: ConversionOptions) -> Co
     turns.read(request.messages)
     if thinking and options.missing_reasoning == "reject":
         _check_reasoning(turns.messages)
+    structured = structured_constraint(request.structured_outputs)
+    check_beside_tools(tools, ResponseFormat(), "", structured, refusals)
     conversation = Conversation(
         messages=tuple(turns.messages),
         thinking=thinking,
@@ -67,12 +71,16 @@ def convert_messages(request: MessagesRequest, options: ConversionOptions) -> Co
         tools=tools,
         tool_choice=tool_choice,
     )
+    one_call = request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use
+    constraint = output_constraint(
+        tools, tool_choice, ResponseFormat(), None, structured=structured, parallel=not one_call
+    )
     return ConvertedRequest(
         protocol="messages",
         request=request,
         profile=profile,
         conversation=conversation,
-        settings=_settings(request, conversation, profile, options),
+        settings=_settings(request, conversation, profile, options, constraint),
         parsing=ParsingOptions(
             parse_tool_calls=bool(tools),
             starts_in_tool_calls=tool_choice == "required",
@@ -108,6 +116,7 @@ def _settings(
     conversation: Conversation,
     profile: Profile,
     options: ConversionOptions,
+    constraint: OutputConstraint | None,
 ) -> GenerationSettings:
     check_stop(request.stop_sequences or ())
     check_temperature(request.temperature)
@@ -127,7 +136,5 @@ def _settings(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
-        output_constraint=output_constraint(
-            conversation.tools, conversation.tool_choice, ResponseFormat(), None
-        ),
+        output_constraint=constraint,
     )

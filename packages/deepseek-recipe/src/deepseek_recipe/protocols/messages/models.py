@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from deepseek_recipe.protocols.fields import Body, hint, refused
 from deepseek_recipe.protocols.messages.blocks import CacheControl, Content, SystemText
+from deepseek_recipe.protocols.structured_outputs import StructuredOutputs
 from deepseek_recipe.protocols.thinking import Effort, ThinkingKind
 
 __all__ = [
@@ -23,7 +24,7 @@ __all__ = [
     "ToolChoice",
 ]
 
-_NO_FORMAT = "Answers cannot be bound to a schema in this protocol; describe the form in a text."
+_NO_FORMAT = "The schema of an answer is sent as `structured_outputs.json`."
 _NO_FALLBACK = "The request is answered by the model it names, or not at all."
 
 
@@ -81,16 +82,13 @@ _Tool: TypeAlias = Annotated[
     Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")],
     Discriminator(_tool_kind),
 ]
-_OneCall: TypeAlias = Annotated[
-    object, refused("The model may always call several tools at once.", False)
-]
 
 
 class PlainChoice(Body):
     """Whether tools may, must or must not be called."""
 
     type: Literal["auto", "any", "none"]
-    disable_parallel_tool_use: _OneCall = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class NamedChoice(Body):
@@ -98,7 +96,7 @@ class NamedChoice(Body):
 
     type: Literal["tool"]
     name: str
-    disable_parallel_tool_use: _OneCall = None
+    disable_parallel_tool_use: bool | None = None
 
 
 ToolChoice: TypeAlias = Annotated[PlainChoice | NamedChoice, Field(discriminator="type")]
@@ -134,6 +132,7 @@ class MessagesRequest(Body):
     output_config: OutputConfig | None = None
     tools: list[_Tool] | None = None
     tool_choice: ToolChoice | None = None
+    structured_outputs: StructuredOutputs | None = None
     temperature: float | None = None
     top_p: float | None = None
     stop_sequences: list[str] | None = None

@@ -1,8 +1,8 @@
 """Requests of the Responses protocol to a conversation, settings, and how to read the reply.
 
 Checks run in this order: fields that are not supported, model, tools, input there at all, tools
-that searches found, items in order, missing reasoning, tool choice, form of the answer,
-temperature, top_p, top_logprobs, max_output_tokens.
+that searches found, items in order, missing reasoning, tool choice, form of the answer, structured
+outputs, temperature, top_p, top_logprobs, max_output_tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from deepseek_recipe.conversation import (
     GenerationSettings,
     JsonValue,
     Message,
+    OutputConstraint,
     ParsingOptions,
     ResponseFormat,
     Tool,
@@ -46,6 +47,7 @@ from deepseek_recipe.protocols.responses.models import (
 )
 from deepseek_recipe.protocols.responses.toolbox import NO_SERVER_TOOLS, Toolbox
 from deepseek_recipe.protocols.responses.turns import Turns
+from deepseek_recipe.protocols.structured_outputs import structured_constraint
 from deepseek_recipe.protocols.thinking import resolve_thinking
 from deepseek_recipe.protocols.tools import (
     NamedTool,
@@ -89,7 +91,8 @@ def convert_responses(request: ResponsesRequest, options: ConversionOptions) -> 
         _check_reasoning(turns.messages)
     tools, tool_choice = choose_tools(tools, _choice(request, options, refusals), thinking=thinking)
     answer, schema = _answer(request, turns.messages)
-    check_beside_tools(tools, answer, "text.format", refusals)
+    structured = structured_constraint(request.structured_outputs, answer, "text.format")
+    check_beside_tools(tools, answer, "text.format", structured, refusals)
     conversation = Conversation(
         messages=_with_tools_left(turns.messages, tools),
         thinking=thinking,
@@ -98,12 +101,20 @@ def convert_responses(request: ResponsesRequest, options: ConversionOptions) -> 
         tool_choice=tool_choice,
         response_format=answer,
     )
+    constraint = output_constraint(
+        tools,
+        tool_choice,
+        answer,
+        schema,
+        structured=structured,
+        parallel=request.parallel_tool_calls is not False,
+    )
     return ConvertedRequest(
         protocol="responses",
         request=request,
         profile=profile,
         conversation=conversation,
-        settings=_settings(request, conversation, profile, options, schema),
+        settings=_settings(request, conversation, profile, options, constraint),
         parsing=ParsingOptions(
             parse_tool_calls=bool(tools),
             starts_in_tool_calls=tool_choice == "required",
@@ -206,7 +217,7 @@ def _settings(
     conversation: Conversation,
     profile: Profile,
     options: ConversionOptions,
-    schema: JsonValue,
+    constraint: OutputConstraint | None,
 ) -> GenerationSettings:
     check_temperature(request.temperature)
     check_top_p(request.top_p)
@@ -226,7 +237,5 @@ def _settings(
         top_p=top_p,
         logprobs=request.top_logprobs is not None,
         top_logprobs=request.top_logprobs,
-        output_constraint=output_constraint(
-            conversation.tools, conversation.tool_choice, conversation.response_format, schema
-        ),
+        output_constraint=constraint,
     )

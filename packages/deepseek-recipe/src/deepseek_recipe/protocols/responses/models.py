@@ -9,6 +9,7 @@ from pydantic import Field, Tag
 from deepseek_recipe.protocols.fields import Body, hint, refused
 from deepseek_recipe.protocols.responses.input_items import InputItem
 from deepseek_recipe.protocols.responses.tool_models import RequestTool
+from deepseek_recipe.protocols.structured_outputs import StructuredOutputs
 from deepseek_recipe.protocols.thinking import Effort
 from deepseek_recipe.protocols.unions import by_type, string_or
 
@@ -137,8 +138,10 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
+    structured_outputs: StructuredOutputs | None = None
     tools: list[RequestTool] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_output_tokens: _Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -181,14 +184,6 @@ class ResponsesRequest(Body):
             "`encrypted_content`.",
             [],
             ["reasoning.encrypted_content"],
-        ),
-    ] = None
-    parallel_tool_calls: Annotated[
-        object,
-        refused(
-            "The model decides how many tools it calls in one reply. Ask for one call at a time in "
-            "the instructions.",
-            True,
         ),
     ] = None
     max_tool_calls: Annotated[object, refused("Calls are not counted.")] = None

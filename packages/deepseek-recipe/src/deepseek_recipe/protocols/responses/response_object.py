@@ -29,7 +29,8 @@ def response_object(
         model: the model's name for the client.
         created: seconds since 1970.
         echo: repeat `instructions`, `max_output_tokens`, `temperature`, `top_p`, `top_logprobs` and
-            `user` of the request. Its reasoning, text, tools and tool choice are always repeated.
+            `user` of the request. Its reasoning, text, tools and how they may be called are always
+            repeated.
     """
     source = request if echo else ResponsesRequest(model=request.model)  # all defaults
     return {
@@ -49,7 +50,7 @@ def response_object(
         "model": model,
         "moderation": None,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "presence_penalty": 0.0,
         "previous_response_id": None,
         "prompt_cache_key": None,
