@@ -13,7 +13,15 @@ from llguidance import LLMatcher, LLParserLimits
 
 from deepseek_recipe.encoding.tokenizer import PromptTokenizer
 from deepseek_recipe.errors import ConstraintError
-from deepseek_recipe.structured import Grammar, Matcher, Spec, TokenVocabulary, compile, fill_batch
+from deepseek_recipe.structured import (
+    Grammar,
+    Matcher,
+    Spec,
+    TokenVocabulary,
+    compile,
+    fill_batch,
+    fill_windows,
+)
 from deepseek_recipe.structured.grammar import build
 from deepseek_recipe.structured.lowered import Lowered
 
@@ -278,6 +286,32 @@ def test_batch_equals_one_by_one() -> None:
             assert (mask(matcher) == row[:num_words]).all()
             assert not row[num_words:].any()
     assert fill_batch([], rows[:0]) == {}
+
+
+def test_windows_of_a_batch_equal_one_by_one() -> None:
+    rng = random.Random("windows")
+    num_words = vocabulary("toy").num_words
+    for extra in (0, 2):
+        matchers = [grammar(name).matcher() for name in GRAMMARS for _ in range(4)]
+        drafts = []
+        for matcher in matchers:
+            walk(matcher, rng, rng.randint(0, 4))
+            ahead = matcher.fork()
+            window = walk(ahead, rng, rng.randint(0, 5))
+            if window and rng.random() < 0.5:
+                window[rng.randrange(len(window))] = rng.choice([EOS, 7, vocabulary("toy").size])
+            drafts.append(window)
+        rows = np.full((len(drafts) + sum(map(len, drafts)), num_words + extra), -1, np.int32)
+        taken = fill_windows(matchers, drafts, rows)
+        first = 0
+        for matcher, window, count in zip(matchers, drafts, taken, strict=True):
+            wanted = np.full((len(window) + 1, num_words + extra), -1, np.int32)
+            assert matcher.fill_window(wanted, window) == count
+            assert (rows[first : first + len(window) + 1] == wanted).all()
+            first += len(window) + 1
+    assert fill_windows([], [], rows[:0]) == []
+    with pytest.raises(ConstraintError, match="1 lists of drafts for 2 matchers"):
+        fill_windows(matchers[:2], [[]], rows[:2])
 
 
 def test_batch_refuses_what_does_not_go_together() -> None:

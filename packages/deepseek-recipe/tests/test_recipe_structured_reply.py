@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from deepseek_recipe.encoding.tokenizer import packaged_folder
 from deepseek_recipe.errors import ConstraintError, ConversionError, RequestError
 from deepseek_recipe.recipe import DeepseekV4, DeepseekV41, Prepared
-from deepseek_recipe.structured import Matcher, Spec, compile
+from deepseek_recipe.structured import Matcher, Spec, compile, fill_windows
 from deepseek_recipe.structured.grammar import build
 from deepseek_recipe.structured.reply import ReplyGrammar, ReplyMatcher
 from deepseek_recipe.structured.schema.pattern import read_pattern
@@ -290,6 +290,32 @@ def test_windows_across_borders_are_what_single_steps_say(seed: int) -> None:
         matcher.rollback(back := rng.randint(0, len(ahead)))
         at += len(ahead) - back
     assert matcher.ended
+
+
+def test_a_batch_may_hold_replies_in_any_phase() -> None:
+    asked = grammar(tools=TOOLS, thinking={"type": "enabled"})
+    text = [*plain("Hm"), THINK_END, *plain("<"), MARK, *plain(" calls>\n<")]
+    matchers: list[Matcher | ReplyMatcher] = []
+    for count in range(len(text) + 1):
+        matcher = asked.matcher()
+        assert matcher.accept(text[:count]) == count
+        matchers.append(matcher)
+    plain_text = compile(Spec.regex("[ab]+"), asked.vocabulary).matcher()
+    drafts = [text[place : place + 3] for place in range(len(text) + 1)]
+    words = asked.vocabulary.num_words
+    rows = np.full((len(drafts) + 1 + sum(map(len, drafts)), words), -1, np.int32)
+    taken = fill_windows([*matchers, plain_text], [*drafts, []], rows)
+    assert taken == [*map(len, drafts), 0]
+    first = 0
+    for matcher, window in zip(matchers, drafts, strict=True):
+        single = np.empty((len(window) + 1, words), np.int32)
+        matcher.fill_window(single, window)
+        assert (rows[first : first + len(window) + 1] == single).all()
+        first += len(window) + 1
+    assert (
+        np.flatnonzero(np.unpackbits(rows[-1].view(np.uint8), bitorder="little"))
+        == allowed(plain_text)
+    ).all()
 
 
 def test_roll_back_reaches_over_borders_and_no_further_than_the_begin() -> None:

@@ -8,10 +8,10 @@
 Needs `llguidance` and `numpy`; nothing outside this package imports it at its top.
 """
 
-from deepseek_recipe.structured.batch import fill_batch
+from deepseek_recipe.structured.batch import fill_batch, fill_windows
 from deepseek_recipe.structured.grammar import Grammar, compile
 from deepseek_recipe.structured.matcher import Matcher
 from deepseek_recipe.structured.spec import Spec
 from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
-__all__ = ["Grammar", "Matcher", "Spec", "TokenVocabulary", "compile", "fill_batch"]
+__all__ = ["Grammar", "Matcher", "Spec", "TokenVocabulary", "compile", "fill_batch", "fill_windows"]

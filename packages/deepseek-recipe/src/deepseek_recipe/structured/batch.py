@@ -1,4 +1,4 @@
-"""Masks of many texts at once."""
+"""Masks of many texts at once, in native threads."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepseek_recipe.errors import ConstraintError
-from deepseek_recipe.structured.matcher import Mask, Matcher, check_rows
+from deepseek_recipe.structured.matcher import Mask, Matcher, check_rows, whole_numbers
+from deepseek_recipe.structured.reply import ReplyMatcher
 
-__all__ = ["fill_batch"]
+__all__ = ["fill_batch", "fill_windows"]
 
 
-def fill_batch(matchers: Sequence[Matcher], rows: Mask) -> dict[int, ConstraintError]:
-    """Write the masks of several matchers at once, in native threads.
+def fill_batch(
+    matchers: Sequence[Matcher | ReplyMatcher], rows: Mask
+) -> dict[int, ConstraintError]:
+    """Write the masks of several matchers.
 
     Args:
         matchers: all of one vocabulary, none of them twice.
@@ -25,33 +28,99 @@ def fill_batch(matchers: Sequence[Matcher], rows: Mask) -> dict[int, ConstraintE
     Raises:
         ConstraintError: the rows do not fit, or the matchers do not go together.
     """
+    found = fill_windows(matchers, [()] * len(matchers), rows)
+    return {place: each for place, each in enumerate(found) if isinstance(each, ConstraintError)}
+
+
+def fill_windows(
+    matchers: Sequence[Matcher | ReplyMatcher], drafts: Sequence[Sequence[int]], rows: Mask
+) -> list[int | ConstraintError]:
+    """Write the masks of several windows, as `Matcher.fill_window` does of one.
+
+    Args:
+        matchers: all of one vocabulary, none of them twice; they stay where they are.
+        drafts: proposed tokens of each.
+        rows: [sum of len(drafts) + 1, words] int32, contiguous: the windows one after the other.
+
+    Returns:
+        For each how many drafts are allowed, or what is wrong where its grammar became too complex;
+        its rows are 0 then.
+
+    Raises:
+        ConstraintError: the rows do not fit, or the matchers do not go together.
+    """
     if not matchers:
-        return {}
+        return []
     vocabulary = matchers[0].vocabulary
     if any(matcher.vocabulary is not vocabulary for matcher in matchers):
         raise ConstraintError("", "the matchers of a batch are of several vocabularies.")
     if len(set(map(id, matchers))) < len(matchers):
         raise ConstraintError("", "a matcher is in the batch twice. Use `fork`.")
-    check_rows(rows, len(matchers), vocabulary.num_words)
+    if len(drafts) != len(matchers):
+        raise ConstraintError("", f"{len(drafts)} lists of drafts for {len(matchers)} matchers.")
+    windows = [whole_numbers(each) for each in drafts]
+    check_rows(rows, len(windows) + sum(map(len, windows)), vocabulary.num_words)
     num_words = vocabulary.num_words
     # The engine writes rows of its own length.
     exact = rows.shape[-1] == num_words
-    target = rows if exact else np.zeros((len(matchers), num_words), np.int32)
-    jobs = [
-        (matcher.engine, place)
-        for place, matcher in enumerate(matchers)
-        if not matcher.fill_known(target[place])
-    ]
-    vocabulary.executor.unsafe_compute_mask_ptr(
-        jobs, target.ctypes.data, 4 * num_words, len(matchers)
-    )
-    failures = {}
-    for _, place in jobs:
-        matchers[place].masked()
-        if (error := matchers[place].failure()) is not None:
-            target[place] = 0
-            failures[place] = error
+    target = rows if exact else np.zeros((len(rows), num_words), np.int32)
+    taken: list[int | ConstraintError] = [0] * len(matchers)
+    firsts = np.cumsum([0, *(len(each) + 1 for each in windows[:-1])]).tolist()
+    places = list(enumerate(firsts))  # of matchers that have a mask to come: number, row
+    while places:
+        jobs, asked = [], []
+        for number, row in places:
+            if not matchers[number].fill_known(target[row]):
+                jobs.append((matchers[number].engine, row))
+                asked.append(number)
+        if jobs:
+            vocabulary.executor.unsafe_compute_mask_ptr(
+                jobs, target.ctypes.data, 4 * num_words, len(target)
+            )
+        failed = {number for number in asked if _failed(matchers[number], taken, number)}
+        places = [
+            (number, row + 1)
+            for number, row in places
+            if number not in failed and _step(matchers[number], windows[number], taken, number)
+        ]
+    for matcher, first, window, count in zip(matchers, firsts, windows, taken, strict=True):
+        behind = first if isinstance(count, ConstraintError) else first + count + 1
+        target[behind : first + len(window) + 1] = 0
+        if not isinstance(count, ConstraintError):
+            matcher.rollback(count)
     if not exact:
         rows[:, :num_words] = target
         rows[:, num_words:] = 0
-    return failures
+    return taken
+
+
+def _failed(
+    matcher: Matcher | ReplyMatcher, taken: list[int | ConstraintError], number: int
+) -> bool:
+    """Take note of a mask that the engine made; return whether it has failed."""
+    matcher.masked()
+    error = matcher.failure()
+    if error is not None:
+        taken[number] = error
+    return error is not None
+
+
+def _step(
+    matcher: Matcher | ReplyMatcher,
+    window: Sequence[int],
+    taken: list[int | ConstraintError],
+    number: int,
+) -> bool:
+    """Accept the next draft of a window; return whether there is one and it was allowed."""
+    count = taken[number]
+    assert isinstance(count, int), "a matcher that failed is left alone"
+    if count == len(window):
+        return False
+    try:
+        allowed = matcher.accept([window[count]]) == 1
+    except ConstraintError as error:
+        taken[number] = error
+        return False
+    if allowed:
+        taken[number] = count + 1
+    return allowed

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from llguidance import LLMatcher
 
 from deepseek_recipe.errors import ConstraintError, shown
 from deepseek_recipe.structured.grammar import Grammar
@@ -87,13 +88,23 @@ class ReplyMatcher:
     def __init__(self, grammar: ReplyGrammar) -> None:
         """Start a reply; `ReplyGrammar.matcher` makes these."""
         self._grammar = grammar
-        self._vocabulary = grammar.vocabulary
-        self._borders: list[int] = []  # number of tokens up to the end of each phase behind us
+        self._borders: list[int] = []  # tokens up to the end of each phase behind us
         self._free: list[int] = []  # tokens of free phases
         self._ended = False  # the last of them ended the reply
         self._inner: Matcher | None = None
         if not grammar.free:
             self._inner = grammar.grammar.matcher()
+
+    @property
+    def vocabulary(self) -> TokenVocabulary:
+        """Whose tokens these are."""
+        return self._grammar.vocabulary
+
+    @property
+    def engine(self) -> LLMatcher:
+        """The mask engine's part of the state, in the last phase."""
+        assert self._inner is not None, "free text does not need the engine"
+        return self._inner.engine
 
     @property
     def num_accepted(self) -> int:
@@ -119,7 +130,7 @@ class ReplyMatcher:
         if self._inner is not None:
             self._inner.fill(mask_row)
             return
-        check_rows(mask_row, None, self._vocabulary.num_words)
+        check_rows(mask_row, None, self.vocabulary.num_words)
         self._fill_free(mask_row)
 
     def accept(self, token_ids: Sequence[int]) -> int:
@@ -164,7 +175,7 @@ class ReplyMatcher:
         """Write the masks before each draft and behind the last one, as `Matcher.fill_window`."""
         if self._inner is not None:
             return self._inner.fill_window(rows, drafts)
-        check_rows(rows, len(drafts) + 1, self._vocabulary.num_words)
+        check_rows(rows, len(drafts) + 1, self.vocabulary.num_words)
         ids = whole_numbers(drafts)
         taken = 0
         while self._inner is None:
@@ -179,6 +190,22 @@ class ReplyMatcher:
         self.rollback(taken)
         return allowed
 
+    def fill_known(self, row: Mask) -> bool:
+        """Write the mask if that does not need the engine; return whether it was written."""
+        if self._inner is not None:
+            return self._inner.fill_known(row)
+        self._fill_free(row)
+        return True
+
+    def masked(self) -> None:
+        """Take note that the engine has made the mask of this place."""
+        if self._inner is not None:
+            self._inner.masked()
+
+    def failure(self) -> ConstraintError | None:
+        """Return what has gone wrong for good, if something has."""
+        return None if self._inner is None else self._inner.failure()
+
     def _fill_free(self, row: Mask) -> None:
         row[:] = 0
         if not self._ended:
@@ -191,7 +218,7 @@ class ReplyMatcher:
         if not behind:
             return True
         start = self._borders[-1] if self._borders else 0
-        return len(self._free) > start and self._vocabulary.token_bytes(self._free[-1]).endswith(
+        return len(self._free) > start and self.vocabulary.token_bytes(self._free[-1]).endswith(
             behind
         )
 
@@ -199,7 +226,7 @@ class ReplyMatcher:
         phase = self._grammar.free[len(self._borders)]
         if (
             self._ended
-            or not 0 <= token_id < self._vocabulary.size
+            or not 0 <= token_id < self.vocabulary.size
             or token_id in phase.forbidden
             or (token_id == phase.until and not self._can_pass())
         ):
@@ -209,7 +236,7 @@ class ReplyMatcher:
             self._borders.append(len(self._free))
             if len(self._borders) == len(self._grammar.free):
                 self._inner = self._grammar.grammar.matcher()
-        elif token_id in self._vocabulary.eos_ids:
+        elif token_id in self.vocabulary.eos_ids:
             self._ended = True
         return True
 
