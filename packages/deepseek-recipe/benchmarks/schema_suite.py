@@ -8,7 +8,7 @@ is accepted when the end is allowed behind it. `--engine-only` gives the schemas
 they are; `--show` lists what was refused and what went wrong. Prints a table, then one JSON line.
 
 A valid text that is rejected is one the grammar does not write: members in another order than the
-schema's, an integer written `1.0`, text that a format excludes.
+schema's, text that a format excludes.
 """
 
 from __future__ import annotations

@@ -42,6 +42,10 @@ GRAMMARS = {
     '"additionalProperties":false}',
     "array": 'start: %json {"type":"array","items":{"enum":["a","b",1,null]},"maxItems":3}',
     "counted characters": r'start: /[^"]{3,5}/',
+    "integer": 'start: "[" %json {"type":"integer","minimum":3,"maximum":70} F? "]"\nF: ".0"',
+    "different values": 'start: "[" %lark {\nstart: A later::0x1 | B later::0x2\nlater::_: "]" '
+    '| "," A later::set_bit(0) %if bit_clear(0) | "," B later::set_bit(1) %if bit_clear(1)\n'
+    'A: /1(?:\\.0)?/\nB: "12"\n}',
 }
 parametrize = pytest.mark.parametrize("name", GRAMMARS)
 

@@ -74,7 +74,8 @@ def lower_ebnf(text: str) -> Lowered:
     if deep > _MAX_RULES_DEEP:
         raise ConstraintError(
             rules[start].place,
-            f"rules and groups are nested up to {deep} deep; allowed: {_MAX_RULES_DEEP}.",
+            f"rules and groups are nested up to {deep} deep; allowed: {_MAX_RULES_DEEP}. Let "
+            "fewer rules use one another.",
         )
     return Lowered(_print(trees, start), warnings)
 

@@ -26,13 +26,18 @@ def check_rules(rules: tuple[Rule, ...]) -> tuple[Mapping[str, Rule], str, tuple
     for rule in rules:
         if rule.name in by_name:
             raise ConstraintError(
-                rule.place, f"rule `{rule.name}` is there already, at {by_name[rule.name].place}."
+                rule.place,
+                f"rule `{rule.name}` is there already, at {by_name[rule.name].place}. "
+                "Rename one, or join both with `|`.",
             )
         by_name[rule.name] = rule
     for rule in rules:
         for ref in refs(rule.node):
             if ref.name not in by_name:
-                raise ConstraintError(ref.place, f"there is no rule `{ref.name}`.")
+                raise ConstraintError(
+                    ref.place,
+                    f"there is no rule `{ref.name}`. Write it, or put a literal in quotes.",
+                )
     start = next((name for name in _START_NAMES if name in by_name), None)
     if start is None:
         raise ConstraintError(

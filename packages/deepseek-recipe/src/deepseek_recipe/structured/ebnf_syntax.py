@@ -28,6 +28,7 @@ _MAX_CHARS = 65_536  # read in about 0.5 s
 _MAX_RULES = 1_000
 _MAX_DEPTH = 100
 MAX_COUNT = 10_000
+_OWN_RULE = "Give an inner group a rule of its own."
 
 _BODY = r"""
 start: rule+
@@ -96,7 +97,8 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
         raise _syntax_error(text, error) from error
     if len(rules) > _MAX_RULES:
         raise ConstraintError(
-            rules[_MAX_RULES].place, f"there are {len(rules)} rules; allowed: {_MAX_RULES}."
+            rules[_MAX_RULES].place,
+            f"there are {len(rules)} rules; allowed: {_MAX_RULES}. Join some.",
         )
     return rules
 
@@ -122,10 +124,13 @@ def _syntax_error(text: str, error: UnexpectedInput) -> ConstraintError:
     if isinstance(error, UnexpectedToken) and error.token.type == "$END":
         lines = text.split("\n")
         return ConstraintError(
-            f"{len(lines)}:{len(lines[-1]) + 1}", "the grammar ends in the middle, or has no rule."
+            f"{len(lines)}:{len(lines[-1]) + 1}",
+            "the grammar ends in the middle, or has no rule. Close what is open, or write a rule.",
         )
     if isinstance(error, UnexpectedCharacters):
         start = error.pos_in_stream or 0
+        if missing := _not_closed(text[start : start + 2], _is_arrow(text)):
+            return ConstraintError(f"{error.line}:{error.column}", missing)
         found = text[start : start + 20].split("\n")[0]
     else:
         found = str(error.token) if isinstance(error, UnexpectedToken) else ""
@@ -133,6 +138,22 @@ def _syntax_error(text: str, error: UnexpectedInput) -> ConstraintError:
         f"{error.line}:{error.column}",
         f"{shown(found)} is not expected here. Write rules `name ::= ...`, or all as `name: ...`.",
     )
+
+
+def _not_closed(mark: str, arrow: bool) -> str | None:
+    """Return what is wrong where a literal starts that is no token: its end is missing."""
+    match mark[0], arrow:
+        case "'", False:
+            return "single quotes are no literal beside `name: ...`. Use double quotes."
+        case ('"' | "'") as quote, _:
+            return f"the literal is not closed. Put the missing `{quote}` on the same line."
+        case "[", True:
+            return "the class is not closed. Put the missing `]` on the same line."
+        case "/", False:
+            return "the pattern is not closed. Put the missing `/` on the same line."
+        case "/", True if mark == "/*":
+            return "the comment is not closed. Put the missing `*/` behind it."
+    return None
 
 
 def _refuse(token: Token, message: str) -> NoReturn:
@@ -149,7 +170,7 @@ class _Builder(Transformer[Token, tuple[Rule, ...]]):
     def rule(self, head: Token, node: Node) -> Rule:
         name = head.rstrip(":=").strip().lstrip("?!")
         if node.depth > _MAX_DEPTH:
-            _refuse(head, f"the rule nests over {_MAX_DEPTH} deep.")
+            _refuse(head, f"the rule nests over {_MAX_DEPTH} deep. {_OWN_RULE}")
         return Rule(name, f"{head.line}:{head.column}", node)
 
     def choice(self, *branches: Node) -> Node:
@@ -160,7 +181,7 @@ class _Builder(Transformer[Token, tuple[Rule, ...]]):
 
     def atom_group(self, opened: Token, node: Node) -> Node:
         if node.depth > _MAX_DEPTH:
-            _refuse(opened, f"the group nests over {_MAX_DEPTH} deep.")
+            _refuse(opened, f"the group nests over {_MAX_DEPTH} deep. {_OWN_RULE}")
         return node
 
     def optional(self, opened: Token, node: Node) -> Node:
@@ -172,11 +193,16 @@ class _Builder(Transformer[Token, tuple[Rule, ...]]):
     def counted(self, node: Node, count: Token) -> Node:
         numbers = re.findall(r"[0-9]+", count)
         if any(len(number) > 9 or int(number) > MAX_COUNT for number in numbers):
-            _refuse(count, f"the count {shown(str(count))} is too large; allowed: {MAX_COUNT}.")
+            _refuse(
+                count,
+                f"the count {shown(str(count))} is too large; allowed: {MAX_COUNT}. Use less.",
+            )
         least = int(numbers[0])
         most = int(numbers[-1]) if len(numbers) == 2 or "," not in count else None
         if most is not None and least > most:
-            _refuse(count, f"the bounds of `{count}` are in the wrong order.")
+            _refuse(
+                count, f"the bounds of `{count}` are in the wrong order. Write the lower first."
+            )
         return repeat(node, least, most)
 
     def name(self, name: Token) -> Node:
@@ -212,16 +238,21 @@ class _Builder(Transformer[Token, tuple[Rule, ...]]):
     def span(self, first: Token, last: Token) -> Node:
         ends = [*_characters(first), *_characters(last)]
         if len(ends) != 2 or first.endswith("i") or last.endswith("i"):
-            _refuse(first, "a range needs one character at each end.")
+            _refuse(
+                first,
+                "a range needs one character at each end, in quotes without `i`. Cut the others.",
+            )
         low, high = (chars.ranges[0][0] for chars in ends)
         if low > high:
-            _refuse(first, "the range is in the wrong order.")
+            _refuse(first, "the range is in the wrong order. Write the lower end first.")
         return Chars(CharSet.of([(low, high)]))
 
     def pattern(self, token: Token) -> Node:
         pattern, _, flags = token[1:].rpartition("/")
         if flags:
-            _refuse(token, f"the flags `{flags}` of a pattern are not supported.")
+            _refuse(
+                token, f"the flags `{flags}` of a pattern are not supported. Spell out both cases."
+            )
         return parse_regex(pattern, token.line or 1, (token.column or 1) + 1)
 
     def directive(self, token: Token) -> Node:
@@ -245,6 +276,9 @@ def _characters(token: Token) -> list[CharSet]:
             continue
         chars = read_escape(cursor, place, in_class=False)
         if len(chars.ranges) > 1 or chars.ranges[0][0] != chars.ranges[0][1]:
-            cursor.refuse(place, f"`{token[place : cursor.at]}` is a class, not a character.")
+            cursor.refuse(
+                place,
+                f"`{token[place : cursor.at]}` is a class, not a character. Use it in `[...]`.",
+            )
         characters.append(chars)
     return characters

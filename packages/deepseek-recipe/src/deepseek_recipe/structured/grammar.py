@@ -108,7 +108,9 @@ def build(lowered: Lowered, vocabulary: TokenVocabulary) -> Grammar:
     )
     if engine.is_error():
         cause = _PLACE.sub("", engine.get_error().split("\n", 1)[0])
-        raise ConstraintError("", f"the mask engine refuses the constraint: {cause}.")
+        raise ConstraintError(
+            "", f"the mask engine refuses the constraint: {cause}. Make it simpler."
+        )
     warnings = (*lowered.warnings, *engine.get_grammar_warnings())
     grammar = Grammar(warnings, vocabulary, engine)
     grammar.matcher().forced()  # refuses a text that is all but fixed and much too long
@@ -155,7 +157,7 @@ def _schema(content: str) -> Lowered:
     try:
         schema = load(content)
     except ValueError as error:
-        raise ConstraintError("", f"the schema is not JSON: {error}.") from error
+        raise ConstraintError("", f"the schema is not JSON: {error}. Mend its text.") from error
     return lower_schema(schema)
 
 
@@ -185,14 +187,14 @@ def _choice(content: str) -> Lowered:
     try:
         texts = load(content)
     except ValueError as error:
-        raise ConstraintError("", f"the choice is not JSON: {error}.") from error
+        raise ConstraintError("", f"the choice is not JSON: {error}. Mend its text.") from error
     if not isinstance(texts, list) or not texts:
         raise ConstraintError(
             "", f"the choice is {shown(texts)}; allowed: a list of one string or more."
         )
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise ConstraintError(f"/{number}", f"{shown(text)} is no string.")
+            raise ConstraintError(f"/{number}", f"{shown(text)} is no string. Put it in quotes.")
     # One lexeme, so that a text which begins another one is told from it by what follows.
     parts = "|".join(quoted(text) or "()" for text in dict.fromkeys(texts))
     return Lowered(f"start: TEXT\nTEXT: /{parts}/\n")

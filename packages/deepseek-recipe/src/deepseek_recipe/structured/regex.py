@@ -55,6 +55,7 @@ _REFUSED_GROUPS = {
     "&": "a recursive call",
     "R": "a recursive call",
 }
+_GROUPS = "Say what the text is, with groups `(...)`, `(?:...)` and `(?P<name>...)` only."
 
 
 def lower_regex(pattern: str) -> Lowered:
@@ -78,13 +79,17 @@ def parse_regex(pattern: str, line: int = 1, column: int = 1) -> Node:
     """
     cursor = Cursor(pattern, line, column)
     if len(pattern) > _MAX_CHARS:
-        cursor.refuse(0, f"the pattern has {len(pattern)} characters; allowed: {_MAX_CHARS}.")
+        cursor.refuse(
+            0, f"the pattern has {len(pattern)} characters; allowed: {_MAX_CHARS}. Make it shorter."
+        )
     parser = _Parser(cursor)
     node = parser.choice(at_start=True, depth=0)
     if cursor.at < len(pattern):
         cursor.refuse(cursor.at, "`)` closes no group. Write `\\)` for the character.")
     if node.depth > _MAX_DEPTH:
-        cursor.refuse(0, f"groups are nested too deep: {node.depth} levels; allowed: {_MAX_DEPTH}.")
+        cursor.refuse(
+            0, f"groups are nested too deep: {node.depth} levels; allowed: {_MAX_DEPTH}. Use fewer."
+        )
     size = weight(node)
     if size > _MAX_WEIGHT:
         cursor.refuse(
@@ -119,7 +124,9 @@ class _Parser:
     def choice(self, *, at_start: bool, depth: int) -> Node:
         """Read up to a `)` or the end."""
         if depth > _MAX_DEPTH:
-            self.cursor.refuse(self.cursor.at, f"groups are nested over {_MAX_DEPTH} deep.")
+            self.cursor.refuse(
+                self.cursor.at, f"groups are nested over {_MAX_DEPTH} deep. Use fewer."
+            )
         branches: list[Node] = []
         ends: list[int | None] = []
         while True:
@@ -156,7 +163,9 @@ class _Parser:
         place = self.cursor.at
         if anchor := self.cursor.ahead(*_START_ANCHORS):
             if not at_start:
-                self.cursor.refuse(place, f"the anchor `{anchor}` is allowed at the start only.")
+                self.cursor.refuse(
+                    place, f"the anchor `{anchor}` is allowed at the start only. Cut it."
+                )
             self.cursor.at += len(anchor)
             self.num_anchors += 1
             return EMPTY
@@ -196,11 +205,13 @@ class _Parser:
             elif self.cursor.ahead(":"):
                 self.cursor.at += 1
             elif refused := self.cursor.ahead(*_REFUSED_GROUPS):
-                self.cursor.refuse(place, f"{_REFUSED_GROUPS[refused]} is not supported.")
+                self.cursor.refuse(place, f"{_REFUSED_GROUPS[refused]} is not supported. {_GROUPS}")
             else:
-                self.cursor.refuse(place, "inline flags and unknown groups are not supported.")
+                self.cursor.refuse(
+                    place, f"inline flags and unknown groups are not supported. {_GROUPS}"
+                )
         elif self.cursor.ahead("*"):
-            self.cursor.refuse(place, "a verb `(*...)` is not supported.")
+            self.cursor.refuse(place, f"a verb `(*...)` is not supported. {_GROUPS}")
         node = self.choice(at_start=at_start, depth=depth + 1)
         if not self.cursor.ahead(")"):
             self.cursor.refuse(place, "the group is not closed. Write `\\(` for the character.")
@@ -220,9 +231,11 @@ class _Parser:
         else:
             return node
         if num_anchors != self.num_anchors:
-            self.cursor.refuse(place, "an anchor is repeated; it is allowed at either end only.")
+            self.cursor.refuse(
+                place, "an anchor is repeated; it is allowed at either end only. Cut it."
+            )
         if self.cursor.ahead("+"):
-            self.cursor.refuse(place, "a possessive quantifier is not supported.")
+            self.cursor.refuse(place, "a possessive quantifier is not supported. Cut the last `+`.")
         self.cursor.at += bool(self.cursor.ahead("?"))
         if self.cursor.ahead("*", "+", "?") or _COUNT.match(self.cursor.pattern, self.cursor.at):
             self.cursor.refuse(
@@ -239,9 +252,13 @@ class _Parser:
             )
         if max(len(low), len(high)) > 9 or max(int(low), int(high or 0)) > _MAX_COUNT:
             self.cursor.refuse(
-                count.start(), f"the count {shown(count[0])} is too large; allowed: {_MAX_COUNT}."
+                count.start(),
+                f"the count {shown(count[0])} is too large; allowed: {_MAX_COUNT}. Use less.",
             )
         least, most = int(low), int(high) if high else None if comma else int(low)
         if most is not None and least > most:
-            self.cursor.refuse(count.start(), f"the bounds of `{count[0]}` are in the wrong order.")
+            self.cursor.refuse(
+                count.start(),
+                f"the bounds of `{count[0]}` are in the wrong order. Write the lower first.",
+            )
         return least, most

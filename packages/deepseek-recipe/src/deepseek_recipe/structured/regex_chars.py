@@ -49,7 +49,7 @@ def read_plain(cursor: Cursor, char: str, place: int) -> CharSet:
     """Return the set of a character as it stands."""
     chars = CharSet.char(char)
     if not chars.ranges:
-        cursor.refuse(place, f"{shown(char)} is a lone surrogate, which no text has.")
+        cursor.refuse(place, f"{shown(char)} is a lone surrogate, which no text has. Cut it.")
     return chars
 
 
@@ -68,7 +68,7 @@ def read_class(cursor: Cursor, place: int) -> Node:
     chars = CharSet.of(ranges)
     chars = chars.negate() if negated else chars
     if not chars.ranges:
-        cursor.refuse(place, "the class has no character.")
+        cursor.refuse(place, "the class has no character, so that nothing matches. Name one.")
     return Chars(chars)
 
 
@@ -85,7 +85,9 @@ def _class_item(cursor: Cursor) -> tuple[tuple[int, int], ...]:
         cursor.refuse(place, "a range between classes. Escape the `-` that belongs to the class.")
     if low > high:
         cursor.refuse(
-            place, f"the range {shown(cursor.pattern[place : cursor.at])} is in the wrong order."
+            place,
+            f"the range {shown(cursor.pattern[place : cursor.at])} is in the wrong order. "
+            "Write the lower end first.",
         )
     return ((low, high),)
 
@@ -105,7 +107,11 @@ def _class_char(cursor: Cursor) -> CharSet:
             f"`{operator}` in a class is an operator elsewhere. Escape the second character.",
         )
     if posix := cursor.ahead("[:", "[.", "[="):
-        cursor.refuse(place, f"`{posix}` in a class starts a POSIX name, which is not supported.")
+        cursor.refuse(
+            place,
+            f"`{posix}` in a class starts a POSIX name, which is not supported. Spell out "
+            "the ranges.",
+        )
     cursor.at += 1
     char = cursor.pattern[place]
     if char == "\\":
@@ -131,13 +137,19 @@ def read_escape(cursor: Cursor, place: int, *, in_class: bool) -> CharSet:
         return CharSet.char("\0")
     if char.isdigit() or char in "kg":
         what = "an octal escape" if char == "0" or in_class else "a back-reference"
-        cursor.refuse(place, f"`\\{char}` is {what}, which is not supported.")
+        cursor.refuse(
+            place, f"`\\{char}` is {what}, which is not supported. Write out what it stands for."
+        )
     if char in "bB":
-        cursor.refuse(place, f"the word boundary `\\{char}` is not supported.")
+        cursor.refuse(
+            place,
+            f"the word boundary `\\{char}` is not supported. Name the characters that may "
+            "stand there.",
+        )
     if char in "pP":
         cursor.refuse(place, f"the property `\\{char}` is not supported. Spell out the ranges.")
     if char.isascii() and char.isalnum():
-        cursor.refuse(place, f"the escape `\\{char}` is not supported.")
+        cursor.refuse(place, f"the escape `\\{char}` is not supported. Write the character itself.")
     return read_plain(cursor, char, place)
 
 
@@ -152,5 +164,7 @@ def _code_point(cursor: Cursor, place: int, kind: str) -> CharSet:
     cursor.at = digits.end()
     code = int(digits[1], 16)
     if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        cursor.refuse(place, f"`\\{kind}{digits[0]}` is no character.")
+        cursor.refuse(
+            place, f"`\\{kind}{digits[0]}` is no character. Use a code up to 10FFFF, no surrogate."
+        )
     return CharSet.char(chr(code))

@@ -44,7 +44,9 @@ class Spec:
             allowed = ", ".join(map(repr, get_args(Kind)))
             raise ConstraintError("", f"`kind` is {shown(self.kind)}; allowed: {allowed}.")
         if not isinstance(self.content, str):
-            raise ConstraintError("", f"`content` is {shown(self.content)}, which is no string.")
+            raise ConstraintError(
+                "", f"`content` is {shown(self.content)}, which is no string. Give the text."
+            )
         if len(self.content) > _MAX_CHARS:
             raise ConstraintError(
                 "",
@@ -61,7 +63,9 @@ class Spec:
         if self.kind == "json_object" and self.content:
             raise ConstraintError("", "`json_object` takes no content. Use `json_schema` for one.")
         if self.kind not in ("json_object", "regex") and not self.content:
-            raise ConstraintError("", f"a constraint of kind `{self.kind}` needs a content.")
+            raise ConstraintError(
+                "", f"a constraint of kind `{self.kind}` needs a content. Give its text."
+            )
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, JsonValue] | bool | str) -> Spec:
@@ -81,7 +85,9 @@ class Spec:
                 "json_schema", dump_compact(schema if isinstance(schema, bool) else dict(schema))
             )
         except (ValueError, RecursionError) as error:
-            raise ConstraintError("", f"the schema is not JSON: {error}.") from error
+            raise ConstraintError(
+                "", f"the schema is not JSON: {error}. Use JSON values only."
+            ) from error
 
     @classmethod
     def json_object(cls) -> Spec:
@@ -119,7 +125,9 @@ class Spec:
             )
         for number, text in enumerate(texts):
             if not isinstance(text, str):
-                raise ConstraintError(f"/{number}", f"{shown(text)} is no string.")
+                raise ConstraintError(
+                    f"/{number}", f"{shown(text)} is no string. Put it in quotes."
+                )
         return cls("choice", json.dumps(list(texts), ensure_ascii=False))
 
     @classmethod

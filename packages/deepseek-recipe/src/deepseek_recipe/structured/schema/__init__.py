@@ -18,8 +18,8 @@ def lower_schema(schema: JsonValue) -> Lowered:
     """Return the grammar of the JSON texts that a schema of draft 2020-12 allows.
 
     Members come in the order of `properties`, others behind them; an integer is written without
-    fraction and exponent, a character in one spelling. So some valid texts are not produced, but
-    no invalid one is.
+    exponent and without fraction but `.0`, a character in one spelling. So some valid texts are
+    not produced, but no invalid one is.
 
     Args:
         schema: as `json_text.load` returns it.
@@ -33,5 +33,7 @@ def lower_schema(schema: JsonValue) -> Lowered:
         expander = Expander(Document(schema))
         grammar = write_grammar(expander)
     except RecursionError as error:
-        raise ConstraintError("", "schemas are nested too deeply") from error
+        raise ConstraintError(
+            "", "schemas are nested too deeply. Put inner ones under `$defs`."
+        ) from error
     return Lowered(grammar, tuple(expander.warnings))

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deepseek_recipe.conversation import JsonValue
 from deepseek_recipe.errors import ConstraintError
-from deepseek_recipe.json_text import dump_compact, load
 from deepseek_recipe.structured.schema.expander import Expander, item_at
 from deepseek_recipe.structured.schema.grammar_text import SEPARATOR, Rules
-from deepseek_recipe.structured.schema.shapes import (
-    Array,
-    Boolean,
-    Node,
-    Null,
-    Number,
-    String,
+from deepseek_recipe.structured.schema.shapes import Array, Node
+from deepseek_recipe.structured.schema.unique import (
+    MAX_UNIQUE,
+    unique_symbol,
+    value_terminals,
 )
 
 __all__ = ["write_array"]
 
 _MAX_STATES = 5000
-_MAX_UNIQUE = 8
+_MAX_COUNTED = 8
+"""Different values of items that are also counted or bound to a place: a rule for each set."""
 
 
 def write_array(
@@ -41,6 +38,11 @@ def write_array(
     if top is not None and top < shape.min_items:
         return None
     unique = shape.unique and (top is None or top > 1)
+    if unique and not shape.contains and not size:
+        terminals = value_terminals(expander, item_at(shape, 0), path)
+        _check_unique(len(terminals), MAX_UNIQUE, path)
+        symbol = unique_symbol(terminals, shape.min_items, top)
+        return None if symbol is None else ("OPEN_ARRAY", symbol)
     if shape.contains or unique:
         rule = _counted(rules, expander, shape, size, top, unique, path, value_rule)
     else:
@@ -88,15 +90,9 @@ def _counted(
     value_rule: Callable[[Node], str],
 ) -> str:
     """Write the states (items written, of each counted node, values used)."""
-    values = (
-        [_values(expander, item_at(shape, at), path) for at in range(size + 1)] if unique else []
-    )
     if unique:
-        most = len({key for place in values for key in place})
-        if most > _MAX_UNIQUE:
-            raise ConstraintError(
-                path, f"`uniqueItems` of {most} values; up to {_MAX_UNIQUE} can be enforced"
-            )
+        places = [value_terminals(expander, item_at(shape, at), path) for at in range(size + 1)]
+        _check_unique(len(set[str]().union(*places)), _MAX_COUNTED, path)
     limit = max(shape.min_items, size, top or 0, 1)
     caps = [max(each.low, -1 if each.high is None else each.high) for each in shape.contains]
     known: dict[tuple[int, tuple[int, ...], frozenset[str]], str] = {}
@@ -106,7 +102,11 @@ def _counted(
         key = (min(written, limit), counts, used)
         if key not in known:
             if len(known) >= _MAX_STATES:
-                raise ConstraintError(path, "too many items are counted here")
+                raise ConstraintError(
+                    path,
+                    f"`contains`, `uniqueItems` and the numbers of items take over {_MAX_STATES} "
+                    "states. Use smaller numbers, or fewer `contains`.",
+                )
             known[key] = rules.new()
             stack.append(key)
         return known[key]
@@ -129,11 +129,21 @@ def _counted(
             if not unique:
                 rules.add(rule, *mark, value_rule(each), state(written + 1, after, used))
                 continue
-            for text in _values(expander, each, path):
+            for text in value_terminals(expander, each, path):
                 if text not in used:
                     follow = state(written + 1, after, used | {text})
-                    rules.add(rule, *mark, rules.json({"const": load(text)}), follow)
+                    rules.add(rule, *mark, rules.terminal(text), follow)
     return start
+
+
+def _check_unique(num_values: int, most: int, path: str) -> None:
+    if num_values > most:
+        beside = "" if most == MAX_UNIQUE else " beside `prefixItems` or `contains`"
+        raise ConstraintError(
+            path,
+            f"`uniqueItems` of items of {num_values} values; allowed{beside}: {most}. Allow fewer "
+            "values, or leave `uniqueItems` out.",
+        )
 
 
 def _choices(
@@ -152,27 +162,3 @@ def _choices(
                 longer.append((item | expander.opposite(each.node), (*after, count)))
         found = longer
     return found
-
-
-def _values(expander: Expander, node: Node, path: str) -> list[str]:
-    """Return the JSON texts of a node's values.
-
-    Raises:
-        ConstraintError: they are not few scalars.
-    """
-    values: list[JsonValue] = []
-    for shape in expander.of_node(node):
-        match shape:
-            case Null():
-                values.append(None)
-            case Boolean():
-                values += sorted(shape.values)
-            case Number() | String() if shape.values is not None and not getattr(
-                shape, "formats", ()
-            ):
-                values += shape.values
-            case _:
-                raise ConstraintError(
-                    path, "`uniqueItems` can be enforced for few scalar values (`enum`) only"
-                )
-    return list(dict.fromkeys(map(dump_compact, values)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deepseek_recipe.conversation import JsonValue
 from deepseek_recipe.errors import ConstraintError, shown
 from deepseek_recipe.structured.schema.document import Site
+from deepseek_recipe.structured.schema.formats import FORMAT_PATTERNS
 from deepseek_recipe.structured.schema.keywords import ENFORCED_FORMATS
 from deepseek_recipe.structured.schema.shapes import (
     ANYTHING,
@@ -73,6 +74,8 @@ def asserted(expander: Expander, site: Site, keyword: str) -> Sequence[Shape] | 
         case "pattern":
             return unless(String, String(patterns=(expander.pattern(site, keyword, value),)))
         case "format":
+            if value in FORMAT_PATTERNS:
+                return unless(String, String(patterns=(FORMAT_PATTERNS[value],)))
             if value in ENFORCED_FORMATS:
                 return unless(String, String(formats=(value,)))
             expander.warn(f"{site.pointer}/format: {shown(value)} is an annotation")
@@ -203,7 +206,8 @@ def bound(site: Site, keyword: str, denied: bool = False) -> Number:
     if abs(value) > _MAX_EXACT:
         raise ConstraintError(
             f"{site.pointer}/{keyword}",
-            f"{shown(value)}: limits up to 2**53 are exact. Leave it out.",
+            f"the limit is {shown(value)}; allowed: up to 2**53, where numbers are exact. Use a "
+            "smaller one, or leave it out.",
         )
     is_open = keyword.startswith("exclusive") != denied
     if keyword.lower().endswith("minimum") != denied:
@@ -230,7 +234,9 @@ def _size(site: Site, keyword: str, limit: int) -> int:
     value = int(site.schema[keyword])  # type: ignore[index]
     if value > limit:
         raise ConstraintError(
-            f"{site.pointer}/{keyword}", f"{shown(value)}: sizes up to {limit} are enforced"
+            f"{site.pointer}/{keyword}",
+            f"the size is {shown(value)}; allowed: up to {limit}. Use a smaller one, or leave it "
+            "out.",
         )
     return value
 

@@ -31,17 +31,26 @@ def check_schema(schema: JsonValue) -> None:
     if isinstance(schema, dict) and "$schema" in schema:
         draft = schema["$schema"]
         if not isinstance(draft, str) or draft.rstrip("#") != _DRAFT:
-            raise ConstraintError("/$schema", f"{shown(draft)}: {_DRAFT} is what is enforced")
+            raise ConstraintError(
+                "/$schema",
+                f"the draft is {shown(draft)}; allowed: {_DRAFT!r}. Write the schema in its "
+                "keywords, or leave `$schema` out.",
+            )
     if is_plain(schema):
         return
     if values > _MAX_RARE_VALUES:
         raise ConstraintError(
-            "", f"{values} values with errors or rare keywords; {_MAX_RARE_VALUES} are allowed"
+            "",
+            f"the schema has errors or rare keywords, and {values} values; allowed: "
+            f"{_MAX_RARE_VALUES}. Make it smaller, or check it with the jsonschema library first.",
         )
     error = next(_validator().iter_errors(schema), None)
     if error is not None:
         pointer = "".join("/" + escape_pointer(str(each)) for each in error.absolute_path)
-        raise ConstraintError(pointer, f"no JSON Schema: {error.message[:400]}")
+        raise ConstraintError(
+            pointer,
+            f"no JSON Schema: {error.message[:400]}. Mend it by the rules of draft 2020-12.",
+        )
 
 
 def _measure(root: JsonValue) -> int:
@@ -53,10 +62,16 @@ def _measure(root: JsonValue) -> int:
         chars += len(value) if isinstance(value, str) else 0
         if values > _MAX_VALUES or chars > _MAX_CHARS:
             raise ConstraintError(
-                "", f"too large: {_MAX_VALUES} values and {_MAX_CHARS} characters are allowed"
+                "",
+                f"the schema is too large; allowed: {_MAX_VALUES} values and {_MAX_CHARS} "
+                "characters. Make it smaller.",
             )
         if depth > _MAX_DEPTH:
-            raise ConstraintError(pointer[:200], f"more than {_MAX_DEPTH} levels")
+            raise ConstraintError(
+                pointer[:200],
+                f"level {depth} of the schema; allowed: {_MAX_DEPTH}. Put inner schemas under "
+                "`$defs`.",
+            )
         if isinstance(value, dict):
             chars += sum(map(len, value))
             for key, each in value.items():
@@ -69,13 +84,17 @@ def _measure(root: JsonValue) -> int:
         elif not isinstance(value, (bool, int, float, type(None))) or (
             isinstance(value, float) and not isfinite(value)
         ):
-            raise ConstraintError(pointer, f"{shown(value)} is no JSON value")
+            raise ConstraintError(
+                pointer,
+                f"{shown(value)} is no JSON value. Use null, booleans, finite numbers, strings, "
+                "lists and objects.",
+            )
     return values
 
 
 def _check_text(text: str, pointer: str) -> None:
     if not text.isascii() and any(0xD800 <= ord(char) < 0xE000 for char in text):
-        raise ConstraintError(pointer, f"{shown(text)} has a lone surrogate")
+        raise ConstraintError(pointer, f"{shown(text)} has a lone surrogate. Send valid Unicode.")
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ from deepseek_recipe.structured.schema.asserted import (
     shapes_of_values,
 )
 from deepseek_recipe.structured.schema.document import Site
+from deepseek_recipe.structured.schema.formats import FORMAT_PATTERNS
 from deepseek_recipe.structured.schema.keywords import ENFORCED_FORMATS
 from deepseek_recipe.structured.schema.shapes import (
     ANYTHING,
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from deepseek_recipe.structured.schema.expander import Expander
 
 __all__ = ["denied"]
+
+_ASKED = (
+    "a `not`, `oneOf`, `if` or `maxContains` around it asks for it. Say what is allowed instead, "
+    "or use `anyOf`."
+)
 
 
 def denied(expander: Expander, site: Site, keyword: str) -> Sequence[Shape]:
@@ -63,6 +69,8 @@ def denied(expander: Expander, site: Site, keyword: str) -> Sequence[Shape]:
             return [String(min_len=int(value) + 1)]
         case "pattern":
             return [String(denied=(expander.pattern(site, keyword, value),))]
+        case "format" if value in FORMAT_PATTERNS:
+            return [String(denied=(FORMAT_PATTERNS[value],))]
         case "format" if value not in ENFORCED_FORMATS:
             return []
         case "prefixItems" | "items":
@@ -124,7 +132,7 @@ def denied(expander: Expander, site: Site, keyword: str) -> Sequence[Shape]:
                 return found
     raise ConstraintError(
         f"{site.pointer}/{keyword}",
-        "its opposite cannot be enforced, but `not`, `oneOf`, `if` or `maxContains` asks for it",
+        f"its opposite cannot be enforced, but {_ASKED}",
     )
 
 
@@ -206,5 +214,6 @@ def _other_items(expander: Expander, site: Site, keyword: str) -> Sequence[Shape
     if not start:
         return [Array(contains=(Contains(expander.opposite(node), 1, None),))]
     raise ConstraintError(
-        f"{site.pointer}/items", "its opposite behind `prefixItems` cannot be enforced"
+        f"{site.pointer}/items",
+        f"its opposite behind {start} `prefixItems` cannot be enforced, but {_ASKED}",
     )

@@ -93,11 +93,18 @@ class Document:
         reference: str = site.schema[keyword]  # type: ignore[index]
         place = f"{site.pointer}/{keyword}"
         if len(reference) > _MAX_REFERENCE_CHARS:
-            raise ConstraintError(place, f"{_MAX_REFERENCE_CHARS} characters are allowed")
+            raise ConstraintError(
+                place,
+                f"the reference has {len(reference)} characters; allowed: {_MAX_REFERENCE_CHARS}. "
+                "Use a shorter name.",
+            )
         try:
             base, fragment = urldefrag(self._joined(site.base, reference))
         except ValueError as error:
-            raise ConstraintError(place, f"{shown(reference)} is no address: {error}") from error
+            raise ConstraintError(
+                place,
+                f"{shown(reference)} is no address: {error}. Use a form such as `#/$defs/name`.",
+            ) from error
         home = self._bases.get(base)
         if home is None:
             raise ConstraintError(
@@ -109,7 +116,11 @@ class Document:
         if fragment and not fragment.startswith("/"):
             found = self._anchors.get((base, fragment))
             if found is None:
-                raise ConstraintError(place, f"no `$anchor` {shown(fragment)} in the schema")
+                raise ConstraintError(
+                    place,
+                    f"no `$anchor` {shown(fragment)} in the schema. Add it, or refer by "
+                    "`#/$defs/name`.",
+                )
             dynamic = isinstance(found.schema, dict) and "$dynamicAnchor" in found.schema
             if keyword == "$dynamicRef" and dynamic and self._dynamic.get(fragment, 0) > 1:
                 raise ConstraintError(
@@ -125,11 +136,18 @@ class Document:
             try:
                 schema = schema[int(key)] if isinstance(schema, list) else schema[key]  # type: ignore[index]
             except (KeyError, IndexError, ValueError, TypeError) as error:
-                raise ConstraintError(place, f"nothing stands at {shown(fragment)}") from error
+                raise ConstraintError(
+                    place,
+                    f"nothing stands at {shown(fragment)}. Refer to a schema of this document.",
+                ) from error
             pointer += "/" + escape_pointer(key)
             base = self._base_in(schema, base)
         if not isinstance(schema, (bool, dict)):
-            raise ConstraintError(place, f"at {shown(fragment)} stands no schema")
+            raise ConstraintError(
+                place,
+                f"at {shown(fragment)} stands {shown(schema)}, which is no schema. Refer to an "
+                "object, true or false.",
+            )
         return Site(pointer, schema, base)
 
     def _index(self, root: JsonValue) -> None:
@@ -142,7 +160,10 @@ class Document:
             site = Site(pointer, schema, base)
             if isinstance(schema.get("$id"), str):
                 if base in self._bases and base:
-                    raise ConstraintError(f"{pointer}/$id", f"a second schema named {shown(base)}")
+                    raise ConstraintError(
+                        f"{pointer}/$id",
+                        f"{shown(base)} names a second schema; each needs its own. Rename one.",
+                    )
                 self._bases[base] = site
                 if not pointer:
                     self._bases[""] = Site("", root, "")
@@ -150,7 +171,11 @@ class Document:
                 if isinstance(schema.get(keyword), str):
                     key = (base, schema[keyword])
                     if key in self._anchors and self._anchors[key].pointer != pointer:
-                        raise ConstraintError(f"{pointer}/{keyword}", "a second anchor of the name")
+                        raise ConstraintError(
+                            f"{pointer}/{keyword}",
+                            f"{shown(schema[keyword])} names a second schema; each needs its own. "
+                            "Rename one.",
+                        )
                     self._anchors[key] = site
             if isinstance(name := schema.get("$dynamicAnchor"), str):
                 self._dynamic[name] = self._dynamic.get(name, 0) + 1

@@ -11,6 +11,7 @@ from deepseek_recipe.structured.schema.denied import denied
 from deepseek_recipe.structured.schema.document import Document, Site, escape_pointer
 from deepseek_recipe.structured.schema.keywords import KEYWORDS
 from deepseek_recipe.structured.schema.pattern import Pattern, PatternError, read_pattern
+from deepseek_recipe.structured.schema.scalars import no_format_of_names
 from deepseek_recipe.structured.schema.shapes import (
     ANYTHING,
     UNIVERSE,
@@ -31,6 +32,12 @@ _MAX_DEPTH = 150
 _MAX_FAMILIES = 64
 _MAX_PATTERN_CHARS = 10_000
 """Of all patterns together."""
+_TOO_MANY = (
+    f"too much meets here; allowed: {_MAX_SHAPES} alternatives, {_MAX_FAMILIES} schemas of one "
+    f"object or array, {_MAX_MEETS} comparisons. Use fewer `anyOf`, `oneOf`, `if` and `not` "
+    "side by side."
+)
+_SIMPLER = "Use a simpler one."
 
 
 class Expander:
@@ -64,7 +71,9 @@ class Expander:
             self._pattern_chars += len(text)
             if self._pattern_chars > _MAX_PATTERN_CHARS:
                 raise ConstraintError(
-                    place, f"the patterns have more than {_MAX_PATTERN_CHARS} characters together"
+                    place,
+                    f"up to here the patterns have {self._pattern_chars} characters together; "
+                    f"allowed: {_MAX_PATTERN_CHARS}. Make them shorter, or leave some out.",
                 )
             try:
                 self._patterns[text] = read_pattern(text)
@@ -82,7 +91,10 @@ class Expander:
     def opposite(self, node: Node) -> Node:
         """Return the complement of a node of one schema."""
         if len(node) != 1:
-            raise ConstraintError(self._path, "the opposite of several schemas cannot be enforced")
+            raise ConstraintError(
+                self._path,
+                "the opposite of several schemas that meet cannot be enforced. Write them as one.",
+            )
         ((number, holds),) = node
         return self.node(number, not holds)
 
@@ -107,13 +119,21 @@ class Expander:
         if key in self._shapes:
             found = self._shapes[key]
             if found is None:
-                raise ConstraintError(site.pointer, "the schema applies itself to the same value")
+                raise ConstraintError(
+                    site.pointer,
+                    "the schema applies itself to the same value, so that it says nothing. Let the "
+                    "reference stand below `properties` or `items`.",
+                )
             return found
         self._shapes[key] = None
         self._path, before = site.pointer, self._path
         self._depth += 1
         if self._depth > _MAX_DEPTH or len(self.document) > _MAX_SITES:
-            raise ConstraintError(site.pointer, "too many schemas, or nested too deeply")
+            raise ConstraintError(
+                site.pointer,
+                f"{len(self.document)} schemas, {self._depth} inside one another; allowed: "
+                f"{_MAX_SITES} and {_MAX_DEPTH}. Make the schema smaller.",
+            )
         found = self._expand(site, holds)
         self._depth -= 1
         self._path = before
@@ -154,19 +174,19 @@ class Expander:
         """Return what two lists of alternatives have in common."""
         self._meets += len(one) * len(two)
         if self._meets > _MAX_MEETS:
-            raise ConstraintError(self._path, "its combinations of alternatives are too many")
+            raise ConstraintError(self._path, _TOO_MANY)
         try:
             found = dict.fromkeys(
                 both for a in one for b in two if (both := meet(a, b)) is not None
             )
         except PatternError as error:
-            raise ConstraintError(self._path, f"a pattern {error}") from error
+            raise ConstraintError(self._path, f"a pattern {error}. {_SIMPLER}") from error
         if len(found) > _MAX_SHAPES or any(
             len(each.families) > _MAX_FAMILIES
             for each in found
             if isinstance(each, (Array, Object))
         ):
-            raise ConstraintError(self._path, "its combinations of alternatives are too many")
+            raise ConstraintError(self._path, _TOO_MANY)
         return tuple(found)
 
     def living(self, shapes: Iterable[Shape]) -> bool:
@@ -207,14 +227,14 @@ class Expander:
         try:
             return pattern.matches(name)
         except PatternError as error:
-            raise ConstraintError(self._path, f"a pattern {error}") from error
+            raise ConstraintError(self._path, f"a pattern {error}. {_SIMPLER}") from error
 
     def allows_name(self, shape: Object, name: str) -> bool:
         """Return whether a member may have a name."""
         for node in shape.names:
             texts = [each for each in self.of_node(node) if isinstance(each, String)]
-            if any(each.formats for each in texts):
-                raise ConstraintError(self.place(node), "a `format` of names cannot be enforced")
+            if formats := [text for each in texts for text in each.formats]:
+                raise ConstraintError(self.place(node), no_format_of_names(formats))
             try:
                 if not any(
                     each.holds(name) and (each.values is None or name in each.values)
@@ -222,7 +242,7 @@ class Expander:
                 ):
                     return False
             except PatternError as error:
-                raise ConstraintError(self.place(node), f"a pattern {error}") from error
+                raise ConstraintError(self.place(node), f"a pattern {error}. {_SIMPLER}") from error
         return True
 
     def denied_value(self, site: Site, value: JsonValue) -> tuple[Shape, ...]:

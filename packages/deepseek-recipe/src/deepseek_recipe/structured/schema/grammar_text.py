@@ -11,10 +11,10 @@ from llguidance import LLMatcher, LLTokenizer
 from deepseek_recipe.errors import ConstraintError
 from deepseek_recipe.json_text import dump_compact
 
-__all__ = ["COLON", "SEPARATOR", "Rules"]
+__all__ = ["COLON", "MARKS", "SEPARATOR", "Rules"]
 
 _BLANKS = r"[ \t\n\r]{0,80}"
-_MARKS = {
+MARKS = {
     "COLON": rf"/{_BLANKS}:{_BLANKS}/",
     "SEPARATOR": rf"/{_BLANKS},{_BLANKS}/",
     "OPEN_OBJECT": rf"/\{{{_BLANKS}/",
@@ -43,7 +43,10 @@ class Rules:
     def new(self) -> str:
         """Return the name of a further rule."""
         if len(self._alternatives) >= _MAX_RULES:
-            raise ConstraintError("", f"the schema needs more than {_MAX_RULES} grammar rules")
+            raise ConstraintError(
+                "",
+                f"the schema needs more than {_MAX_RULES} rules of a grammar. Make it smaller.",
+            )
         name = f"r{len(self._alternatives)}"
         self._alternatives[name] = []
         return name
@@ -52,7 +55,9 @@ class Rules:
         """Give a rule one more alternative."""
         self._chars += sum(map(len, symbols))
         if self._chars > _MAX_CHARS:
-            raise ConstraintError("", "the schema is too large as a grammar")
+            raise ConstraintError(
+                "", f"the schema has over {_MAX_CHARS} characters as a grammar. Make it smaller."
+            )
         self._alternatives[rule].append(symbols)
 
     def terminal(self, text: str) -> str:
@@ -67,13 +72,17 @@ class Rules:
         """
         if terminal not in self._checks:
             if len(self._checks) >= _MAX_CHECKS:
-                raise ConstraintError(path, f"more than {_MAX_CHECKS} combinations of limits")
+                raise ConstraintError(
+                    path, f"more than {_MAX_CHECKS} combinations of limits. Use fewer."
+                )
             inner = f"start: {terminal}" if terminal[0] == "%" else f"start: T\nT: {terminal}"
             matcher = LLMatcher(_byte_vocabulary(), inner, log_level=0)
             fault = matcher.get_error().partition("\n")[0]
             if fault and "Unsatisfiable" not in fault:
                 reason = fault.rpartition("failed to compile JSON schema: ")[2]
-                raise ConstraintError(path, f"its limits are beyond the mask engine: {reason}")
+                raise ConstraintError(
+                    path, f"its limits are beyond the mask engine ({reason}). Use simpler ones."
+                )
             self._checks[terminal] = not fault and any(
                 matcher.validate_tokens([each]) == 1 for each in first
             )
@@ -103,7 +112,7 @@ class Rules:
                         reached.add(found[1])
                         stack.append(found[1])
             lines.append(f"{name}: " + " | ".join(dict.fromkeys(kept)))
-        lines += [f"{name}: {text}" for name, text in _MARKS.items()]
+        lines += [f"{name}: {text}" for name, text in MARKS.items()]
         lines += [f"{name}: {text}" for text, name in self._terminals.items()]
         return "\n".join(lines) + "\n"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from deepseek_recipe.structured.schema.formats import FORMAT_PATTERNS
+
 __all__ = ["ENFORCED_FORMATS", "KEYWORDS", "Treatment", "keyword_table"]
 
 Treatment: TypeAlias = Literal["enforced", "annotation", "structure"]
@@ -13,12 +15,13 @@ ENFORCED_FORMATS = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
 )  # fmt: skip
 
+_ALONE = tuple(name for name in ENFORCED_FORMATS if name not in FORMAT_PATTERNS)
 _CLOSED = "where other names are possible, at most one more than the named ones can be demanded"
 
 KEYWORDS: MappingProxyType[str, tuple[Treatment, str]] = MappingProxyType(
     {
-        "type": ("enforced", "an integer is written without a fraction or exponent"),
-        "const": ("enforced", "one spelling: members in the order given, 1 for 1.0"),
+        "type": ("enforced", "an integer is written without exponent; it may end in `.0`"),
+        "const": ("enforced", "members in the order given; integers also with `.0`"),
         "enum": ("enforced", "as `const`"),
         "minimum": (
             "enforced",
@@ -33,7 +36,8 @@ KEYWORDS: MappingProxyType[str, tuple[Treatment, str]] = MappingProxyType(
         "pattern": ("enforced", "regular; anchors at the ends only, no look-around or references"),
         "format": (
             "enforced",
-            f"{', '.join(ENFORCED_FORMATS)}, alone (February has 29 days); others are annotations",
+            f"{', '.join(FORMAT_PATTERNS)} (without leap seconds); {', '.join(_ALONE)} where "
+            "nothing else limits the text; others are annotations",
         ),
         "items": ("enforced", ""),
         "prefixItems": ("enforced", ""),
@@ -42,12 +46,16 @@ KEYWORDS: MappingProxyType[str, tuple[Treatment, str]] = MappingProxyType(
         "contains": ("enforced", "with `maxContains`, its `not` must be enforceable"),
         "minContains": ("enforced", ""),
         "maxContains": ("enforced", ""),
-        "uniqueItems": ("enforced", "items of up to 8 values, or at most one item; else refused"),
+        "uniqueItems": (
+            "enforced",
+            "items of up to 64 values (scalars, integers between limits), 8 beside `prefixItems` "
+            "or `contains`, or at most one item; else refused",
+        ),
         "properties": ("enforced", "members come in the order of the schema, others behind them"),
         "required": ("enforced", ""),
         "patternProperties": ("enforced", "up to 4 patterns for one object"),
         "additionalProperties": ("enforced", ""),
-        "propertyNames": ("enforced", "no formats; refused under `not`"),
+        "propertyNames": ("enforced", "no formats but the first five; refused under `not`"),
         "minProperties": ("enforced", _CLOSED),
         "maxProperties": ("enforced", ""),
         "dependentRequired": ("enforced", ""),

@@ -21,6 +21,10 @@ __all__ = ["write_object"]
 _MAX_STATES = 10_000
 _MAX_PATTERNS = 4
 _MAX_KEYS = 64
+_TOO_MANY_KINDS = (
+    f"`patternProperties` and `propertyNames` divide the names into over {_MAX_KEYS} kinds. Use "
+    "fewer patterns, or fewer alternatives in `propertyNames`."
+)
 
 
 def write_object(
@@ -71,7 +75,11 @@ def _states(
         key = (at, min(sure, shape.min_len), capped)
         if key not in known:
             if len(known) >= _MAX_STATES:
-                raise ConstraintError(path, "too many members are counted here")
+                raise ConstraintError(
+                    path,
+                    f"to count {len(members)} members takes over {_MAX_STATES} states. List fewer "
+                    "`properties`, or use a smaller `minProperties` or `maxProperties`.",
+                )
             known[key] = rules.new()
             stack.append(key)
         return known[key]
@@ -123,7 +131,11 @@ def _extras(
         if family.rest != ANYTHING or any(node != ANYTHING for _, node in family.patterns):
             patterns |= dict.fromkeys(pattern for pattern, _ in family.patterns)
     if len(patterns) > _MAX_PATTERNS:
-        raise ConstraintError(path, f"more than {_MAX_PATTERNS} `patternProperties` meet here")
+        raise ConstraintError(
+            path,
+            f"{len(patterns)} patterns of `patternProperties` meet here; allowed: {_MAX_PATTERNS}. "
+            "Join those of one schema with `|`, or leave some out.",
+        )
     limits = _limits(expander, shape, path)
     listed = [f'~/"(?:{"|".join(map(quote_literal, sorted(names)))})"/'] if names else []
     found: list[tuple[str, str]] = []
@@ -140,7 +152,7 @@ def _extras(
         ]
         for limit in limits:
             if len(found) >= _MAX_KEYS:
-                raise ConstraintError(path, "names of too many kinds meet here")
+                raise ConstraintError(path, _TOO_MANY_KINDS)
             both = list(dict.fromkeys([*limit, *terms]))
             terminal = " & ".join(both)
             if (matching or len(both) > 2) and not rules.writable(terminal, path):
@@ -161,5 +173,5 @@ def _limits(expander: Expander, shape: Object, path: str) -> list[list[str]]:
         ]
         limits = [[*one, *two] for one in limits for two in texts]
         if len(limits) > _MAX_KEYS:
-            raise ConstraintError(path, "names of too many kinds meet here")
+            raise ConstraintError(path, _TOO_MANY_KINDS)
     return limits

@@ -20,6 +20,9 @@ _SPECIAL = (*map(chr, range(32)), '"', "\\")
 _SPACES = "\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 _SETS = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACES}
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\x0b", "0": "\0"}
+_PROPERTY = regex.compile(
+    r"([pP])\{(Letter|C[cfno]?|L[lmotu]?|M[cen]?|N[dlo]?|P[cdefios]?|S[ckmo]?|Z[lps]?)\}"
+)
 _MAX_CHARS = 2000
 _MAX_DEPTH = 40
 _MAX_REPEATS = 1000
@@ -63,13 +66,18 @@ def read_pattern(source: str) -> Pattern:
         PatternError: it is no pattern, or has a part that is not supported.
     """
     if len(source) > _MAX_CHARS:
-        raise PatternError(f"{len(source)} characters; {_MAX_CHARS} are allowed")
+        raise PatternError(
+            f"it has {len(source)} characters; allowed: {_MAX_CHARS}. Make it shorter."
+        )
     walker = _Walker(source)
     pattern = walker.alternatives(0)
     if walker.at < len(source):
-        raise PatternError(f"unexpected `)` at {walker.at}")
+        raise walker.fail("`)` closes no group", r"Write `\)` for the character")
     if walker.work > _MAX_WORK:
-        raise PatternError("its repetitions are too large")
+        raise PatternError(
+            f"with its repetitions written out it has {walker.work} characters; allowed: "
+            f"{_MAX_WORK}. Use smaller counts."
+        )
     return pattern
 
 
@@ -100,8 +108,9 @@ class _Walker:
     def __init__(self, source: str) -> None:
         self.source, self.at, self.work = source, 0, 0
 
-    def _fail(self, what: str) -> PatternError:
-        return PatternError(f"{what} at character {self.at}")
+    def fail(self, what: str, remedy: str) -> PatternError:
+        """Return the error about this place."""
+        return PatternError(f"{what} at character {self.at}. {remedy}.")
 
     def _take(self, text: str) -> bool:
         if self.source.startswith(text, self.at):
@@ -111,7 +120,7 @@ class _Walker:
 
     def alternatives(self, depth: int) -> Pattern:
         if depth > _MAX_DEPTH:
-            raise self._fail("groups nested too deeply")
+            raise self.fail(f"groups nested over {_MAX_DEPTH} deep", "Use fewer")
         parts = [self._sequence(depth)]
         while self._take("|"):
             parts.append(self._sequence(depth))
@@ -130,7 +139,10 @@ class _Walker:
                 end = depth == 0 and self.source[self.at : self.at + 1] in ("", "|")
                 if not end:
                     self.at -= 1
-                    raise self._fail("`$` elsewhere than at the end of an alternative")
+                    raise self.fail(
+                        "`$` elsewhere than at the end of an alternative",
+                        r"Write `\$` for the character",
+                    )
                 break
             before = self.work
             item = self._one(depth)
@@ -148,10 +160,12 @@ class _Walker:
         if self._take("("):
             if self._take("?") and not self._take(":"):
                 self.at -= 1
-                raise self._fail("look-around, a named group or a flag is not supported")
+                raise self.fail(
+                    "look-around, a named group or a flag is not supported", "Use `(?:`, or cut it"
+                )
             inner = self.alternatives(depth + 1)
             if not self._take(")"):
-                raise self._fail("missing `)`")
+                raise self.fail("missing `)`", r"Close the group, or write `\(` for the character")
             return inner
         if self._take("["):
             return _atom(self._class())
@@ -159,9 +173,14 @@ class _Walker:
             return _atom("[^\\n\\r\u2028\u2029]")
         char = self.source[self.at]
         if char == "^":
-            raise self._fail("`^` elsewhere than at the start of an alternative")
+            raise self.fail(
+                "`^` elsewhere than at the start of an alternative",
+                r"Write `\^` for the character",
+            )
         if char in "*+?{}]":
-            raise self._fail(f"`{char}` has nothing to repeat or close")
+            raise self.fail(
+                f"`{char}` has nothing to repeat or close", f"Write `\\{char}` for the character"
+            )
         self.at += 1
         if char == "\\":
             return _atom(f"[{self._escaped(False)}]")
@@ -178,13 +197,16 @@ class _Walker:
             low = int(found[1])
             high = low if found[2] is None else int(found[3]) if found[3] else None
             if max(low, high or 0) > _MAX_REPEATS or (high is not None and high < low):
-                raise self._fail(f"a repetition out of order or above {_MAX_REPEATS}")
+                raise self.fail(
+                    f"the repetition `{found[0]}` is out of order or above {_MAX_REPEATS}",
+                    "Use smaller counts, the lower first",
+                )
             self.at = found.end()
             mark = found[0]
         else:
             return 1, 1, ""
         if self._take("+") or self._take("*"):
-            raise self._fail("a possessive or repeated quantifier")
+            raise self.fail("a possessive or repeated quantifier", "Cut it, or use a group")
         self._take("?")  # lazy: the same language
         return low, high, mark
 
@@ -199,22 +221,22 @@ class _Walker:
                 self.at += 1
                 last = self._member()
                 if first[0] == "[" or last[0] == "[":
-                    raise self._fail("a set as the end of a range")
+                    raise self.fail("a set as the end of a range", r"Write `\-` for the character")
                 items.append(f"{first}-{last}")
             else:
                 items.append(first)
         if not items:
-            raise self._fail("an empty class")
+            raise self.fail("an empty class", r"Name its characters, `\]` for a bracket")
         text = f"[{negated}{''.join(items)}]"
         try:
             regex.compile(text, flags=regex.V1)
         except regex.error as error:
-            raise self._fail("a range out of order") from error
+            raise self.fail("a range out of order", "Write the lower end first") from error
         return text
 
     def _member(self) -> str:
         if self.at >= len(self.source):
-            raise self._fail("missing `]`")
+            raise self.fail("missing `]`", r"Close the class, or write `\[` for the character")
         char = self.source[self.at]
         self.at += 1
         return self._escaped(True) if char == "\\" else _escape(char)
@@ -235,13 +257,13 @@ class _Walker:
                 self.at = found.end()
                 code = int(found[1], 16)
                 if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-                    raise self._fail("a character out of range")
+                    raise self.fail(
+                        "a code that is no character", "Use one up to 10FFFF, no surrogate"
+                    )
                 return _escape(chr(code))
-        if found := regex.compile(r"([pP])\{([A-Z][a-z]?|Letter)\}").match(
-            self.source, self.at - 1
-        ):
+        if found := _PROPERTY.match(self.source, self.at - 1):
             self.at = found.end()
             return f"[\\{found[1]}{{{'L' if found[2] == 'Letter' else found[2]}}}]"
         if not char or char.isalnum():
-            raise self._fail(f"`\\{char}` is not supported")
+            raise self.fail(f"`\\{char}` is not supported", "Write the characters out")
         return _escape(char)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from deepseek_recipe.errors import ConstraintError, shown
 from deepseek_recipe.structured.lowered import quoted
+from deepseek_recipe.structured.schema.formats import FORMAT_PATTERNS
 from deepseek_recipe.structured.schema.shapes import String
 
 __all__ = ["ANY_TEXT", "raw_terminal"]
@@ -17,29 +18,13 @@ __all__ = ["ANY_TEXT", "raw_terminal"]
 _END = r"<\/"
 _CHAR = r"[\s\S]"
 ANY_TEXT = f"/{_CHAR}*{_END}/"
-_OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
-_H16 = "[0-9a-fA-F]{1,4}"
-_LS32 = f"(?:{_H16}:{_H16}|{_IPV4})"
-_IPV6 = "|".join(
-    (
-        f"(?:{_H16}:){{6}}{_LS32}",
-        f"::(?:{_H16}:){{5}}{_LS32}",
-        *(f"(?:(?:{_H16}:){{0,{n}}}{_H16})?::(?:{_H16}:){{{4 - n}}}{_LS32}" for n in range(5)),
-        f"(?:(?:{_H16}:){{0,5}}{_H16})?::{_H16}",
-        f"(?:(?:{_H16}:){{0,6}}{_H16})?::",
-    )
-)
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9\\-]{0,61}[a-zA-Z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+\x2f=?\^_`{|}~\-]+"
-# Format -> regexes that a value matches all of.
+# Of formats that are no patterns already, the regexes that a value matches all of.
 _FORMATS = {
     "email": (rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}", "[^@]{1,64}@[^@]{1,255}"),
     "hostname": (_HOST, f"{_CHAR}{{1,253}}"),
-    "ipv4": (_IPV4,),
-    "ipv6": (_IPV6,),
-    "uuid": ("[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",),
 }
 
 
@@ -61,7 +46,8 @@ def raw_terminal(shape: String, path: str) -> str:
             raise ConstraintError(
                 path,
                 f"`format` {shown(name)} of a parameter that is a text cannot be enforced; "
-                f"allowed: {', '.join(_FORMATS)}. Leave it out, or use `pattern`.",
+                f"allowed: {', '.join((*FORMAT_PATTERNS, *_FORMATS))}. Leave it out, or use "
+                "`pattern`.",
             )
         terms += [f"/(?:{each}){_END}/" for each in _FORMATS[name]]
     if shape.excluded:

@@ -46,7 +46,10 @@ class Writer:
         """Return the rule of a node; `finish` writes it."""
         if node not in self._names:
             if len(self._names) >= _MAX_NODES:
-                raise ConstraintError(self.expander.place(node), "the schema has too many parts")
+                raise ConstraintError(
+                    self.expander.place(node),
+                    f"the schema has over {_MAX_NODES} parts. Make it smaller.",
+                )
             self._names[node] = self._rules.new()
             self._waiting.append(node)
         return self._names[node]
