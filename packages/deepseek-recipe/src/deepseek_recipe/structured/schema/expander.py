@@ -177,7 +177,10 @@ class Expander:
             raise ConstraintError(self._path, _TOO_MANY)
         try:
             found = dict.fromkeys(
-                both for a in one for b in two if (both := meet(a, b)) is not None
+                both
+                for a in one
+                for b in two
+                if type(a) is type(b) and (both := meet(a, b)) is not None
             )
         except PatternError as error:
             raise ConstraintError(self._path, f"a pattern {error}. {_SIMPLER}") from error
