@@ -41,9 +41,14 @@ class Grammar:
             bits = [np.packbits(each, bitorder="little").view(np.int32) for each in allowed]
             Grammar._masks = tuple(bits)
 
-    def fill(self, mask_row: np.ndarray) -> None:
-        """See `TokenConstraint.fill`."""
-        mask_row[:] = self._masks[self._count % 4]
+    def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
+        """See `TokenConstraint.fill_window`."""
+        for place, row in enumerate(rows):
+            row[:] = self._masks[(self._count + place) % 4]
+            if place < len(drafts) and drafts[place] % _CYCLE == (self._count + place) % 4:
+                rows[place + 1 :] = 0
+                return place
+        return len(drafts)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `TokenConstraint.accept`."""
@@ -53,9 +58,9 @@ class Grammar:
             self._count += 1
         return len(token_ids)
 
-    def rollback(self, count: int) -> None:
-        """See `TokenConstraint.rollback`."""
-        self._count -= count
+    def forced(self) -> Sequence[int]:
+        """See `TokenConstraint.forced`."""
+        return ()
 
 
 class _QuickSampler(FakeSampler):
@@ -64,7 +69,7 @@ class _QuickSampler(FakeSampler):
     The fake device's work costs the virtual clock nothing, but the benchmark's user time.
     """
 
-    def _mask(self, targets: np.ndarray, mask: np.ndarray, num_drafts: int) -> None:
+    def _mask(self, targets: np.ndarray, mask: np.ndarray, planned: int, num_drafts: int) -> None:
         shown = targets[: 1 + num_drafts]
         words = mask[np.arange(1 + num_drafts), shown // 32]
         shown += (words >> (shown % 32) & 1) == 0  # what follows a refused id is allowed

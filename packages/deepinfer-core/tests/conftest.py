@@ -62,12 +62,17 @@ class ScriptedEngine:
         self.finished: list[tuple[int, FinishReason]] = []
         self.aborted: list[str] = []
         self.before_step: Callable[[], None] = lambda: None
+        self.constrained: list[str] = []
         self.closed = False
 
     @property
     def has_work(self) -> bool:
         """Whether a request is live."""
         return bool(self.live)
+
+    def observe_constrained(self, result: str) -> None:
+        """Keep how a request with a constraint ended."""
+        self.constrained.append(result)
 
     def submit(self, request: Request) -> None:
         """Take a request."""

@@ -14,6 +14,7 @@ import pytest
 from deepinfer_core import LLM, ConfigError, FinishReason, RequestError
 from deepinfer_core.cli import main
 from deepinfer_core.loader import find_recipe
+from deepinfer_core.testing.driven_loop import AnyToken
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -27,9 +28,26 @@ class Refused(Exception):
 
 
 @dataclass
+class Grammar:
+    """Says of a text whether it is the wanted one; the scripted engine follows no masks."""
+
+    wanted: str
+    warnings: tuple[str, ...] = ()
+    judged: list[str] = field(default_factory=list)
+
+    def matcher(self) -> AnyToken:
+        return AnyToken()
+
+    def fault_of(self, text: str) -> str | None:
+        self.judged.append(text)
+        return None if text == self.wanted else f"it is not {self.wanted!r}"
+
+
+@dataclass
 class Reply:
     """Ends behind id 13; remembers what it was given."""
 
+    calls: bool = False
     prompt_tokens: int = 0
     ids: list[int] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
@@ -61,12 +79,14 @@ class Reply:
 
     def response(self) -> dict[str, object]:
         message = {"role": "assistant", "content": " ".join(map(str, self.ids))}
+        if self.calls:
+            message |= {"content": None, "tool_calls": [{"id": "1"}]}
         choice = {"message": message, "finish_reason": self.reason, "logprobs": None}
         return {"choices": [choice], "usage": {"prompt_tokens": self.prompt_tokens}}
 
 
 class Recipe:
-    """One id for each character; `kind` in a body is the kind of its constraint."""
+    """One id for each character; a body's `response_format` is the text that its reply must be."""
 
     request_error = Refused
     reply_error = Unknown
@@ -82,8 +102,7 @@ class Recipe:
         messages = request.get("messages")
         if not messages:
             raise Refused("`messages` is missing")
-        kind = request.get("kind")
-        reply = Reply()
+        reply = Reply(calls=bool(request.get("tools")))
         self.replies.append(reply)
         logprobs = request.get("logprobs", False)
         return SimpleNamespace(
@@ -95,13 +114,20 @@ class Recipe:
                 logprobs=logprobs,
                 top_logprobs=2 if logprobs else None,
             ),
-            constraint=None if kind is None else {"kind": kind, "schema": request["schema"]},
+            grammar=lambda: self._grammar(request.get("response_format")),
             images=request.get("images", ()),
             left_out=(),
             overridden=("top_p",),
             max_tokens=lambda limit: min(limit, request.get("max_tokens", 5)),
             reply=lambda response_id, model, created: reply,
         )
+
+    def _grammar(self, wanted: object) -> Grammar | None:
+        if wanted == "impossible":
+            error = Refused("no text is that")
+            error.param, error.code = "response_format.json_schema", "unsupported_schema"
+            raise error
+        return None if wanted is None else Grammar(str(wanted))
 
 
 @pytest.fixture
@@ -187,11 +213,47 @@ def test_what_the_recipe_refuses_is_a_request_error(llm: LLM) -> None:
     assert bad.error is not None and "`messages` is missing" in bad.error
 
 
-@pytest.mark.parametrize("kind", ["json_object", "json_schema", "regex"])
-def test_structured_output_is_refused_not_pretended(llm: LLM, kind: str) -> None:
-    with pytest.raises(RequestError, match="cannot enforce"):
-        llm.chat([{"messages": HELLO, "response_format": {"type": kind}}])
-    assert llm.chat(HELLO, response_format={"type": "text"})[0].content
+def test_grammar_of_a_conversation_reaches_the_engine_fresh(llm: LLM, scripted) -> None:
+    llm.chat([HELLO, {"messages": HELLO, "response_format": "a"}, HELLO], response_format="b")
+    matchers = [request.constraint for request in scripted.requests]
+    assert all(isinstance(each, AnyToken) for each in matchers) and len(set(matchers)) == 3
+    assert all(request.params.constraint is None for request in scripted.requests)
+    llm.chat(HELLO)
+    assert scripted.requests[-1].constraint is None
+
+
+def test_grammar_that_cannot_be_enforced_refuses_its_request_alone(llm: LLM, scripted) -> None:
+    body = {"messages": HELLO, "response_format": "impossible"}
+    with pytest.raises(RequestError, match="no text is that") as caught:
+        llm.chat([body])
+    wanted = ("response_format.json_schema", "unsupported_schema")
+    assert (caught.value.param, caught.value.code) == wanted
+    bad, good = llm.chat([body, HELLO], on_error="output")
+    assert (bad.output.error_param, bad.output.error_code) == wanted and good.content
+    assert scripted.constrained == []
+
+
+def test_answer_is_judged_when_the_model_has_ended_it(llm: LLM, scripted) -> None:
+    scripted.script = lambda request: iter([10, 1])
+    good, bad = (llm.chat(HELLO, response_format=each)[0] for each in ("10", "another"))
+    assert good.output.constraint_fault is None and good.content == bad.content == "10"
+    assert bad.output.constraint_fault == "it is not 'another'"
+    assert bad.finish_reason == "stop" and bad.error is None
+    assert scripted.constrained == ["valid", "invalid"]
+
+
+@pytest.mark.parametrize("script", [[10, 10, 10, 10, 10], [10, 13], [10, -1]])
+def test_answer_that_was_cut_is_not_judged(llm: LLM, scripted, script: list[int]) -> None:
+    scripted.script = lambda request: iter(script)  # by its length, by the reply, by an error
+    (output,) = llm.chat(HELLO, response_format="another")
+    assert output.output.constraint_fault is None and scripted.constrained == ["unfinished"]
+
+
+def test_reply_that_calls_tools_has_no_text_to_judge(llm: LLM, scripted) -> None:
+    scripted.script = lambda request: iter([10, 1])
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (output,) = llm.chat(HELLO, tools=tools, response_format="another")
+    assert output.output.constraint_fault is None and scripted.constrained == ["valid"]
 
 
 def test_streaming_is_refused_where_a_whole_reply_is_returned(llm: LLM) -> None:
@@ -222,15 +284,6 @@ def test_tools_are_a_list(llm: LLM, tools: object) -> None:
 def test_messages_are_given_once(llm: LLM) -> None:
     with pytest.raises(RequestError, match="beside the conversations"):
         llm.chat(HELLO, messages=HELLO)
-
-
-@pytest.mark.parametrize("kind", ["tool_call", "tool_call_required"])
-def test_tools_need_no_grammar_unless_they_are_strict(llm: LLM, kind: str) -> None:
-    body = {"messages": HELLO, "kind": kind, "schema": '[{"function": {"name": "f"}}]'}
-    assert llm.chat([body])[0].content
-    strict = {**body, "schema": '[{"function": {"name": "f", "strict": true}}]'}
-    with pytest.raises(RequestError, match="'f' is `strict`"):
-        llm.chat([strict])
 
 
 def test_images_are_refused_before_anything_runs(llm: LLM, scripted) -> None:
@@ -309,7 +362,19 @@ def test_lines_are_requests_and_bad_ones_are_named(run) -> None:
     assert [message[:7] for message in messages] == ["Line 2:", "Line 3:", "Line 4:"]
 
 
-@pytest.mark.parametrize("flags", [("--ignore-eos",), ("--bounded-replay", "off")])
+def test_lines_state_what_a_reply_must_be_and_are_told_where_it_is_not(run, scripted) -> None:
+    scripted.script = lambda request: iter([10, 1])
+    lines = [{"messages": HELLO, "response_format": each} for each in ("10", "another")]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    status, (good, bad), _ = run("-", stdin=text.encode())
+    assert status == 0 and "constraint_fault" not in good
+    assert bad["constraint_fault"] == "it is not 'another'"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--ignore-eos",), ("--bounded-replay", "off"), ("--constraint", '{"regex": "a"}')],
+)
 def test_flags_without_effect_on_chat_are_refused(run, flags: tuple[str, ...]) -> None:
     status, lines, errors = run("--prompt", "hi", *flags)
     assert status == 2 and not lines and flags[0] in errors

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deepinfer_core.engine.step_ring import DeviceTimes, WorkerStepState
-from deepinfer_core.plans import Phase, RowStatus, StepPlan, TableDelta
+from deepinfer_core.plans import Masks, Phase, RowStatus, StepPlan, TableDelta
 from deepinfer_core.scheduler import SchedulerLimits
 from deepinfer_core.testing.fake_device import FakeDevice
 from deepinfer_core.testing.hand_plans import PlanRow, make_plan
@@ -183,7 +183,7 @@ def test_masks_reach_their_row_and_must_not_change():
         device.launch(prompt())
         ticket = device.launch(decode(2, delays_sampling=True))
         mask = np.array([[1 << 7, 0]], dtype=np.int32)
-        device.launch_sampling(ticket, {0: mask})
+        device.launch_sampling(ticket, {0: Masks(mask)})
         if not changed:
             assert token(ticket) == 7
             continue

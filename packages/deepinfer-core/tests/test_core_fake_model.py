@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deepinfer_core.plans import Phase, RowStatus
+from deepinfer_core.plans import Masks, Phase, RowStatus
 from deepinfer_core.testing.fake_model import FakeModel
 from deepinfer_core.testing.fake_worker import FakeWorker
 from deepinfer_core.testing.hand_plans import PlanRow, make_plan
@@ -140,11 +140,11 @@ def test_stored_window_states_resume_without_replay():
     assert result.status.tolist() == [RowStatus.OK]
 
 
-def masks(*allowed: set[int]) -> np.ndarray:
+def masks(*allowed: set[int]) -> Masks:
     bits = np.zeros((len(allowed), 64), dtype=np.uint8)
     for place, ids in enumerate(allowed):
         bits[place, list(ids)] = 1
-    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return Masks(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
 def test_masked_rows_take_the_first_allowed_token():

@@ -31,14 +31,13 @@ Rule = Callable[[Sequence[int]], np.ndarray]
 class Grammar:
     """Allows what a rule says of the tokens so far, and ends after some number of them.
 
-    It trusts nobody: it sees legal ids alone, each once, never after its end, and is rolled back by
-    no more than it walked.
+    It trusts nobody: it sees legal ids alone, each once, and never after its end.
     """
 
     def __init__(self, rule: Rule, end: int = 1000) -> None:
         self.rule, self.end = rule, end
         self.token_ids: list[int] = []
-        self.calls = {"fill": 0, "accept": 0, "rollback": 0}
+        self.calls = {"fill_window": 0, "accept": 0, "forced": 0}
         self.fails_at: tuple[str, int] | None = None  # a call, and which of its kind
 
     def _called(self, name: str) -> None:
@@ -50,12 +49,22 @@ class Grammar:
     def done(self) -> bool:
         return len(self.token_ids) == self.end
 
-    def fill(self, mask_row: np.ndarray) -> None:
-        self._called("fill")
+    def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
+        self._called("fill_window")
         assert not self.done, "asked after its end"
-        bits = np.zeros(32 * len(mask_row), dtype=np.uint8)
-        bits[:VOCAB] = self.rule(self.token_ids)
-        mask_row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        assert rows.shape == (len(drafts) + 1, -(-VOCAB // 32)) and rows.flags.c_contiguous
+        ids = list(self.token_ids)
+        rows[:] = 0
+        for row, draft in zip(rows, (*drafts, None), strict=True):
+            if len(ids) == self.end:
+                break
+            bits = np.zeros(32 * len(row), dtype=np.uint8)
+            bits[:VOCAB] = self.rule(ids)
+            row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+            if draft is None or not bits[draft]:
+                break
+            ids.append(draft)
+        return len(ids) - len(self.token_ids)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         self._called("accept")
@@ -67,10 +76,13 @@ class Grammar:
             self.token_ids.append(token_id)
         return len(token_ids)
 
-    def rollback(self, count: int) -> None:
-        self._called("rollback")
-        assert 0 <= count <= LIMITS.max_drafts + 5 and count <= len(self.token_ids)
-        del self.token_ids[len(self.token_ids) - count :]
+    def forced(self) -> Sequence[int]:
+        self._called("forced")
+        assert not self.done, "asked after its end"
+        ids = list(self.token_ids)
+        while len(ids) < self.end and (allowed := self.rule(ids)).sum() == 1:
+            ids.append(int(allowed.argmax()))
+        return ids[len(self.token_ids) :]
 
 
 def anything(token_ids: Sequence[int]) -> np.ndarray:
@@ -179,6 +191,61 @@ def test_grammar_is_not_advanced_by_the_step_behind_its_end(drafts):
     assert driven.requests[1].constraint.calls == calls
 
 
+# What it forces
+
+
+def phrase(ids: Sequence[int]) -> np.ndarray:
+    """Leave no choice at all."""
+    return np.arange(VOCAB) == (7 * len(ids) + 3) % VOCAB
+
+
+def now_and_then(ids: Sequence[int]) -> np.ndarray:
+    """Leave no choice for five tokens of every seven."""
+    if len(ids) % 7 > 1:
+        return phrase(ids)
+    return np.arange(VOCAB) % 3 == (ids[-1] % 3 if ids else 0)
+
+
+@DEPTHS
+@DRAFTS
+def test_forced_tokens_are_drafts_that_need_no_drafter(depth, drafts):
+    driven = drive(depth, drafts, 0.0)
+    driven.submit(constrained(1, phrase, max_tokens=25))
+    driven.run()
+    expect_constrained(driven, 1)
+    rows = -(-24 // (1 + drafts))  # the first token is the prompt's
+    assert rows <= driven.scheduler.totals.decode_rows <= rows + depth
+    calls = driven.requests[1].constraint.calls
+    assert (calls["forced"] > 0) == (drafts > 0)
+
+
+@DEPTHS
+@DRAFTS
+@pytest.mark.parametrize("accepts", [0.0, 0.5])
+def test_forced_tokens_change_no_output(depth, drafts, accepts):
+    driven = drive(depth, drafts, accepts)
+    driven.submit(
+        constrained(1, now_and_then, max_tokens=30),
+        make_request(2, max_tokens=16),
+        constrained(3, phrase, end=11, max_tokens=30),
+        constrained(4, now_and_then, end=19, max_tokens=30, max_drafts=1),
+    )
+    driven.run()
+    for uid in (1, 3, 4):
+        expect_constrained(driven, uid)
+    driven.expect_reference(2)
+
+
+def test_grammar_that_forces_what_it_refuses_costs_its_drafts_alone():
+    driven = drive(2, 4, 1.0)
+    request = constrained(1, only(3))
+    request.constraint.forced = lambda: (1, 2, 4, 5, 7, 8)
+    driven.submit(request, make_request(2, max_tokens=16))
+    driven.run()
+    expect_constrained(driven, 1)
+    driven.expect_reference(2)
+
+
 # What it sees
 
 
@@ -212,7 +279,7 @@ def test_grammar_keeps_its_place_through_a_preemption():
 
 
 @DEPTHS
-@pytest.mark.parametrize("call", ["fill", "accept", "rollback"])
+@pytest.mark.parametrize("call", ["fill_window", "accept", "forced"])
 @pytest.mark.parametrize("nth", [1, 2, 4])
 def test_broken_grammar_ends_its_request_and_its_row_stays_in_the_step(depth, call, nth):
     whole = drive(depth, 2, 0.6)

@@ -255,7 +255,7 @@ def test_masks_are_made_for_all_drafts_that_may_be_verified(monkeypatch):
 
     def keep(ticket, masks):
         rows = ticket.plan.rows
-        seen.extend((len(masks[row]), int(rows.num_drafts[row])) for row in masks)
+        seen.extend((len(masks[row].rows), int(rows.num_drafts[row])) for row in masks)
         launch(ticket, masks)
 
     monkeypatch.setattr(driven.device, "launch_sampling", keep)

@@ -18,7 +18,7 @@ from deepinfer_core.engine.memory import MemoryPlan, plan_memory
 from deepinfer_core.engine.sampler import num_accepted
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
-from deepinfer_core.plans import RowStatus
+from deepinfer_core.plans import Masks, RowStatus
 from deepinfer_core.testing.drafters import NgramDrafter, ScriptedDrafter, right_with
 from deepinfer_core.testing.planners import ChosenPlanner, ScriptedVerifier
 from deepinfer_core.testing.rig import Part, Rig, Text
@@ -371,7 +371,7 @@ def test_masks_of_drafts_that_are_left_out_do_no_harm(model):
         parts = [Part(each, num_drafts=2, source=row) for row, each in enumerate(texts)]
         ticket = rig.worker.launch(rig.plan(*parts, num_rows=2 + room, delays_sampling=True))
         masks = np.stack([allowed(vocab_size, token) for token in (free[1][1], 40, 41)])
-        rig.worker.launch_sampling(ticket, {1: masks})
+        rig.worker.launch_sampling(ticket, {1: Masks(masks)})
         result = rig.settle(ticket, *parts)
         count = int(result.num_tokens[1])
         assert result.token_ids[1, :count].tolist() == [free[1][1], 40, 41][:count]
@@ -702,7 +702,7 @@ def test_sampling_waits_for_masks_of_each_position(model, threads):
     ticket = rig.worker.launch(rig.plan(*parts, delays_sampling=True))
     assert ticket.forward_done is None and ticket.out_done is None
     masks = np.stack([allowed(vocab_size, 40), allowed(vocab_size, 6), allowed(vocab_size, 41)])
-    rig.worker.launch_sampling(ticket, {1: masks})
+    rig.worker.launch_sampling(ticket, {1: Masks(masks)})
     behind = rig.worker.launch(
         rig.plan(Part(one, num_drafts=0, source=1), Part(two, num_drafts=0, source=0))
     )
@@ -714,6 +714,29 @@ def test_sampling_waits_for_masks_of_each_position(model, threads):
     alone = Rig(model)
     same = Text(0, 0, [*one.token_ids[:-1], 6])
     assert alone.run(Part(same)).token_ids[0, 0] == behind.result(60).token_ids[0, 0]
+    rig.runtime.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_forced_tokens_take_the_place_of_the_drafts_behind_what_is_yielded(model, refused):
+    vocab_size = model.config.vocab_size
+    drafter = ScriptedDrafter(3, vocab_size, {}, confidence=lambda uid, position: 0.0)
+    rig = Rig(model, drafter=drafter, max_drafts=3)
+    one, two = text(0), text(1, slot=1)
+    rig.run(Part(one), Part(two))
+    drafts = [40, 99 if refused else 41]
+    parts = [Part(two, num_drafts=0), Part(one, num_drafts=2, drafts=drafts)]
+    ticket = rig.worker.launch(rig.plan(*parts, delays_sampling=True))
+    masks = np.stack([allowed(vocab_size, token) for token in (40, 41, 42)])
+    rig.worker.launch_sampling(ticket, {1: Masks(masks, (40, 41, 42, 43, 44))})
+    result = rig.settle(ticket, parts[0], parts[1])
+    count = int(result.num_tokens[1])
+    assert count == (2 if refused else 3)
+    ahead = [42, 43, 44] if refused else [43, 44]
+    # the drafter knows no text, so its drafts are 0 and pass with one half each
+    assert result.drafts.tolist() == [[0, 0, 0], [*ahead, 0][:3]]
+    assert result.survival[0].tolist() == [0.5, 0.25, 0.125]
+    assert result.survival[1].tolist() == [*[1.0] * len(ahead), 0.125][:3]
     rig.runtime.close()
 
 

@@ -1,15 +1,14 @@
-"""Chat: conversations to prompts and settings, replies to messages, by a checkpoint's recipe."""
+"""What a checkpoint's recipe makes of requests: prompts, settings, grammars; and of replies."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from deepinfer_core.errors import RequestError, shown
-from deepinfer_core.interfaces import PreparedRequest, Recipe, Reply
+from deepinfer_core.interfaces import OutputGrammar, PreparedRequest, Recipe, Reply
 from deepinfer_core.types import (
     ChatOutput,
     FinishReason,
@@ -18,7 +17,7 @@ from deepinfer_core.types import (
     TokenLogprob,
 )
 
-__all__ = ["ChatReader", "ChatRequest", "Conversations", "Follower", "bodies_of"]
+__all__ = ["ChatReader", "ChatRequest", "Conversations", "Follower", "bodies_of", "switches_of"]
 
 Message = Mapping[str, object]
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -26,31 +25,14 @@ Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation, ready to run: the prompt, its settings, and what reads the reply."""
+    """A conversation, ready to run: prompt, settings, grammar, and what reads the reply."""
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     reply: Reply
     reply_error: type[Exception]
     overridden: tuple[str, ...] = ()
-
-    def start(self, num_cached: int) -> None:
-        """Begin the reply; so many tokens of the prompt were found in the cache."""
-        self.reply.start(len(self.prompt_token_ids), num_cached)
-
-    def output(self, output: RequestOutput) -> ChatOutput:
-        """Return what the caller sees of a request that has ended."""
-        if not output.token_ids:
-            self.start(output.num_cached_tokens)
-        reason = "length" if output.finish_reason is FinishReason.LENGTH else "stop"
-        self.reply.finish(reason)
-        return ChatOutput(
-            output.index,
-            output,
-            self.reply.response(),
-            malformed=tuple(self.reply.malformed),
-            overridden=self.overridden,
-        )
+    grammar: OutputGrammar | None = None
 
 
 class Follower:
@@ -58,25 +40,44 @@ class Follower:
 
     def __init__(self, chat: ChatRequest, stop_ids: frozenset[int]) -> None:
         """Follow one request; `stop_ids` end it and are no part of the reply."""
-        self._chat: ChatRequest | None = chat  # until the reply has begun
-        self._reply = chat.reply
-        self._reply_error = chat.reply_error
+        self._chat, self._reply = chat, chat.reply
         self._stop_ids = stop_ids
+        self._begun = False
 
     def __call__(self, token_id: int, logprob: TokenLogprob | None, num_cached: int) -> bool:
         """Take the next token; return whether nothing that follows can be part of the reply."""
-        if self._chat is not None:
-            self._chat.start(num_cached)
-            self._chat = None
+        self._begin(num_cached)
         if token_id in self._stop_ids:
             return False
         try:
             self._push(token_id, logprob)
-        except self._reply_error:
+        except self._chat.reply_error:
             # a model's vocabulary may be padded: such an id has no text, alone or as alternative
-            with suppress(self._reply_error):
+            with suppress(self._chat.reply_error):
                 self._push(token_id, None)
         return self._reply.finished
+
+    def output(self, output: RequestOutput) -> ChatOutput:
+        """Return what the caller sees of the request, which has ended."""
+        self._begin(output.num_cached_tokens)
+        self._reply.finish("length" if output.finish_reason is FinishReason.LENGTH else "stop")
+        return ChatOutput(
+            output.index,
+            output,
+            self._reply.response(),
+            malformed=tuple(self._reply.malformed),
+            overridden=self._chat.overridden,
+        )
+
+    def answer(self, output: RequestOutput) -> str | None:
+        """Return the text of the answer, None where tools are called instead."""
+        reply = self.output(output)
+        return None if reply.message.get("tool_calls") else reply.content
+
+    def _begin(self, num_cached: int) -> None:
+        if not self._begun:
+            self._reply.start(len(self._chat.prompt_token_ids), num_cached)
+            self._begun = True
 
     def _push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         entries = None if logprob is None else ((logprob.logprob, logprob.top),)
@@ -84,7 +85,7 @@ class Follower:
 
 
 class ChatReader:
-    """Turns bodies of the Chat Completions protocol into requests."""
+    """Turns bodies of Chat Completions into requests, and constraints into grammars."""
 
     def __init__(self, recipe: Recipe, model: str, context_limit: int) -> None:
         """Keep what requests are read with.
@@ -102,18 +103,16 @@ class ChatReader:
         """Return the request that a body asks for.
 
         Raises:
-            RequestError: the recipe refuses it, the prompt is too long, or it asks for structured
-                output, which is not enforced here.
+            RequestError: the recipe refuses it, the prompt is too long, or what it asks of the
+                reply cannot be enforced.
         """
         _check_body(body)
         try:
             prepared = self._recipe.prepare(body)
             max_tokens = prepared.max_tokens(self._context_limit)
+            grammar = prepared.grammar()
         except self._recipe.request_error as error:
-            code = str(getattr(error, "code", "invalid_request"))
-            raise RequestError(
-                str(error), param=getattr(error, "param", None), code=code
-            ) from error
+            raise _refused(error, getattr(error, "param", None)) from error
         if prepared.images:
             raise RequestError(
                 f"The messages have {len(prepared.images)} image(s), but image input is not "
@@ -121,14 +120,25 @@ class ChatReader:
                 param="messages",
                 code="image_input",
             )
-        _check_constraint(prepared.constraint)
         return ChatRequest(
             tuple(prepared.token_ids),
             _params(prepared, max_tokens),
             prepared.reply(f"chatcmpl-{uid}", self._model, int(time.time())),
             self._recipe.reply_error,
             tuple(prepared.overridden),
+            grammar,
         )
+
+    def grammar(self, constraint: Mapping[str, object]) -> OutputGrammar:
+        """Compile a constraint on a text that is no conversation's.
+
+        Raises:
+            RequestError: the recipe does not know it, or cannot enforce it.
+        """
+        try:
+            return self._recipe.grammar(constraint)
+        except self._recipe.request_error as error:
+            raise _refused(error, "constraint") from error
 
 
 def bodies_of(
@@ -164,6 +174,27 @@ def bodies_of(
     return bodies
 
 
+def switches_of(tools: object, thinking: object) -> dict[str, object]:
+    """Return the arguments of `LLM.chat` as fields of a body, None where they say nothing.
+
+    Raises:
+        RequestError: one is of another form.
+    """
+    if isinstance(thinking, bool):
+        thinking = {"type": "enabled" if thinking else "disabled"}
+    elif thinking is not None and not isinstance(thinking, Mapping):
+        raise RequestError(
+            f'`thinking` is {shown(thinking)}; allowed: True, False or {{"type": ...}}.',
+            param="thinking",
+        )
+    if isinstance(tools, str | bytes) or not isinstance(tools, Sequence | None):
+        raise RequestError(
+            f"`tools` is {shown(tools)}; allowed: a list of tools as in Chat Completions.",
+            param="tools",
+        )
+    return {"tools": None if tools is None else list(tools), "thinking": thinking}
+
+
 def _merged(given: Mapping[str, object], body: Mapping[str, object]) -> dict[str, object]:
     """Return a body with the fields it lacks; null is a lack."""
     own = {name: value for name, value in body.items() if value is not None}
@@ -176,20 +207,17 @@ def _merged(given: Mapping[str, object], body: Mapping[str, object]) -> dict[str
 
 
 def _check_body(body: Mapping[str, object]) -> None:
-    """Refuse what a whole reply without a grammar cannot honour, whatever the recipe says of it."""
+    """Refuse what a whole reply cannot honour, whatever the recipe says of it."""
     if body.get("stream") or body.get("stream_options"):
         raise RequestError(
             "`stream` is set, but replies come as a whole here; leave it out.", param="stream"
         )
-    form = body.get("response_format")
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if kind not in (None, "text"):
-        raise RequestError(
-            f"`response_format` is {shown(kind)}, which this version cannot enforce; leave it out, "
-            'or use {"type": "text"}.',
-            param="response_format",
-            code="unsupported_response_format",
-        )
+
+
+def _refused(error: Exception, param: str | None) -> RequestError:
+    """Return what the recipe refuses as an error of ours."""
+    code = str(getattr(error, "code", "invalid_request"))
+    return RequestError(str(error), param=param, code=code)
 
 
 def _no_conversation(value: object) -> RequestError:
@@ -198,21 +226,6 @@ def _no_conversation(value: object) -> RequestError:
         '{"role": "user", "content": "Hello"}, or a list of such lists.',
         param="messages",
     )
-
-
-def _check_constraint(constraint: Mapping[str, str] | None) -> None:
-    """Refuse strict tools. Others need no grammar: the prompt asks for calls."""
-    if constraint is None or not constraint["kind"].startswith("tool_call"):
-        return
-    for tool in json.loads(constraint["schema"]):
-        function = tool["function"]
-        if function.get("strict"):
-            raise RequestError(
-                f"The tool {shown(function['name'])} is `strict`, but this version cannot enforce "
-                "that arguments match its schema; leave `strict` out.",
-                param="tools",
-                code="unsupported_strict",
-            )
 
 
 def _params(prepared: PreparedRequest, max_tokens: int) -> SamplingParams:

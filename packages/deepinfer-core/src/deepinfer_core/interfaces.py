@@ -959,14 +959,24 @@ class PlacementPlanner(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """A grammar's state for one request."""
+    """A grammar's state for one text: what may come next."""
 
     @property
     def done(self) -> bool:
-        """Whether the grammar allows nothing but the end."""
+        """Whether the grammar allows nothing but the end, or has ended."""
 
-    def fill(self, mask_row: np.ndarray) -> None:
-        """Write the allowed tokens as a bit mask, int32 [ceil(V / 32)]: every word of it."""
+    def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
+        """Write the masks before each draft and behind the last one; the state stays as it is.
+
+        Args:
+            rows: [len(drafts) + 1, words] int32, contiguous; words are ceil(V / 32) of the model's
+                vocabulary, which may be larger than the tokenizer's. Bit v % 32 of word v // 32 is
+                token v. Every word is written; behind the first refused draft, and behind the end,
+                all are 0.
+            drafts: proposed ids.
+        Returns:
+            How many drafts are allowed, from the front.
+        """
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """Advance; return how many tokens were allowed.
@@ -974,8 +984,28 @@ class TokenConstraint(Protocol):
         A refused token leaves the state unchanged, and so does one behind the grammar's end.
         """
 
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` accepted tokens."""
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that must come next, as far as there is no choice.
+
+        Empty where there is one; the end is not among them.
+        """
+
+
+class OutputGrammar(Protocol):
+    """A constraint on a whole output, compiled."""
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What of the constraint does not constrain the text."""
+
+    def matcher(self) -> TokenConstraint:
+        """Return a fresh state, for one text."""
+
+    def fault_of(self, text: str) -> str | None:
+        """Return why a finished text does not satisfy the constraint.
+
+        None if it does, or where that cannot be told. A safety net: masks see to it already.
+        """
 
 
 class ReplyEvent(Protocol):
@@ -1062,13 +1092,6 @@ class PreparedRequest(Protocol):
         """How to sample."""
 
     @property
-    def constraint(self) -> Mapping[str, str] | None:
-        """What decoding must enforce: `kind` and `schema`, or None.
-
-        Kinds: `tool_call`, `tool_call_required`, `json`, `regex`.
-        """
-
-    @property
     def images(self) -> Sequence[object]:
         """What the image placeholders among the ids stand for."""
 
@@ -1082,6 +1105,12 @@ class PreparedRequest(Protocol):
 
     def max_tokens(self, context_limit: int) -> int:
         """Return how many tokens the reply may have; `request_error` if the prompt is too long."""
+
+    def grammar(self) -> OutputGrammar | None:
+        """Return what the reply must follow, if anything.
+
+        `request_error` where that cannot be enforced.
+        """
 
     def reply(self, response_id: str, model: str, created: int) -> Reply:
         """Return what reads the reply.
@@ -1120,4 +1149,12 @@ class Recipe(Protocol):
         Args:
             request: the body, parsed or as JSON text. `model` may be left out.
             protocol: `chat`, `responses` or `messages`.
+        """
+
+    def grammar(self, constraint: Mapping[str, object]) -> OutputGrammar:
+        """Compile a constraint on a whole text; an equal one is compiled once.
+
+        Args:
+            constraint: one kind and what it says, such as `{"json": schema}`; kinds are those of
+                `SamplingParams.constraint`. `request_error` where it cannot be enforced.
         """

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
 
 from tokenizers import Tokenizer
 
-from deepinfer_core.chat import ChatReader, ChatRequest, Conversations, Follower, bodies_of
+from deepinfer_core.chat import ChatReader, Conversations, Follower, bodies_of, switches_of
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.engine import Engine, build_engine
 from deepinfer_core.engine.interrupt import undivided
-from deepinfer_core.engine.outputs import OutputBuilder, Watcher, refused
+from deepinfer_core.engine.outputs import OutputBuilder, refused
 from deepinfer_core.engine.requests import Prompts, RequestReader, as_list, params_of_each
 from deepinfer_core.engine.tokenizer import TextCodec
 from deepinfer_core.errors import ConfigError, RequestError, shown
+from deepinfer_core.interfaces import OutputGrammar
 from deepinfer_core.loader import find_backend, find_recipe, find_verifier
 from deepinfer_core.model import nano
 from deepinfer_core.model.checkpoint import resolve_model
@@ -31,11 +32,20 @@ OnError = Literal["raise", "output"]
 OutputT = TypeVar("OutputT")
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A checked request, what its text must follow, and, for a chat, what reads it."""
+
+    request: Request
+    grammar: OutputGrammar | None = None
+    follower: Follower | None = None
+
+
 @dataclass
 class _Live:
     """A request the engine works on, and where its outputs go."""
 
-    request: Request
+    ready: _Ready
     builder: OutputBuilder
     sink: list[RequestOutput]
     every_output: bool
@@ -159,6 +169,7 @@ class LLM:
                 "output" makes it an output with `finish_reason` ERROR and completes the others.
 
         Raises:
+            ConfigError: there is a `constraint`, but no recipe for the model that compiles it.
             RequestError: a request is invalid; the message says which.
         """
         batch = self._prepare(prompts, params, on_error)
@@ -189,48 +200,32 @@ class LLM:
                 leaves it to the recipe.
             on_step, on_error: as for `generate`.
             fields: further fields of a Chat Completions request, such as `temperature`,
-                `max_tokens`, `reasoning_effort`, `tool_choice`, `seed`, `stop` or `logprobs`.
+                `max_tokens`, `response_format`, `reasoning_effort`, `tool_choice`, `seed`, `stop`
+                or `logprobs`.
 
         Raises:
             ConfigError: there is no recipe for the model.
             RequestError: a request is invalid; the message says which.
         """
-        mode = thinking
-        if isinstance(thinking, bool):
-            mode = {"type": "enabled" if thinking else "disabled"}
-        elif thinking is not None and not isinstance(thinking, Mapping):
-            raise RequestError(
-                f'`thinking` is {shown(thinking)}; allowed: True, False or {{"type": ...}}.',
-                param="thinking",
-            )
-        if isinstance(tools, str | bytes) or not isinstance(tools, Sequence | None):
-            raise RequestError(
-                f"`tools` is {shown(tools)}; allowed: a list of tools as in Chat Completions.",
-                param="tools",
-            )
-        given = {**fields, "tools": None if tools is None else list(tools), "thinking": mode}
         _check_on_error(on_error)
-        bodies = bodies_of(conversations, given)
+        bodies = bodies_of(conversations, {**fields, **switches_of(tools, thinking)})
         reader = self._chats()
-        chats: dict[int, ChatRequest] = {}
+        followers: dict[int, Follower] = {}
 
-        def read(index: int, uid: int) -> Request:
-            chats[index] = chat = reader.read(bodies[index], uid)
-            return self._reader.read({"prompt_token_ids": chat.prompt_token_ids}, chat.params, uid)
-
-        batch = self._numbered(len(bodies), read, on_error)
-        watchers = {
-            index: Follower(chats[index], item.stop_ids)
-            for index, item in enumerate(batch)
-            if isinstance(item, Request)
-        }
+        def read(index: int, uid: int) -> _Ready:
+            chat = reader.read(bodies[index], uid)
+            prompt = {"prompt_token_ids": chat.prompt_token_ids}
+            request = self._reader.read(prompt, chat.params, uid, chat.grammar)
+            followers[index] = Follower(chat, request.stop_ids)
+            return _Ready(request, chat.grammar, followers[index])
 
         def answered(output: RequestOutput) -> ChatOutput:
             if not output.prompt_token_ids:  # it never ran
                 return ChatOutput(output.index, output, None)
-            return chats[output.index].output(output)
+            return followers[output.index].output(output)
 
-        rounds = self._rounds(batch, on_error, every=False, watchers=watchers)
+        batch = self._numbered(len(bodies), read, on_error)
+        rounds = self._rounds(batch, on_error, every=False)
         return self._results(rounds, answered, on_step)
 
     def stream(
@@ -257,7 +252,8 @@ class LLM:
         Returns:
             Whether a live request has that client id.
         """
-        uids = [uid for uid, live in self._live.items() if live.request.client_id == client_id]
+        live = self._live.items()
+        uids = [uid for uid, each in live if each.ready.request.client_id == client_id]
         self._abort(uids)
         return bool(uids)
 
@@ -266,26 +262,39 @@ class LLM:
         prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None,
         on_error: OnError,
-    ) -> list[Request | RequestOutput]:
+    ) -> list[_Ready | RequestOutput]:
         """Check and number all prompts."""
         _check_on_error(on_error)
         items = as_list(prompts)
         each = params_of_each(params, len(items))
-        return self._numbered(
-            len(items),
-            lambda index, uid: self._reader.read(items[index], each[index], uid),
-            on_error,
-        )
+        no_recipe: ConfigError | None = None
+        if any(one.constraint is not None for one in each):
+            try:
+                self._chats()
+            except ConfigError as error:
+                if on_error == "raise":
+                    raise
+                no_recipe = error  # other prompts can be completed
+
+        def read(index: int, uid: int) -> _Ready:
+            constraint, grammar = each[index].constraint, None
+            if constraint is not None:
+                if no_recipe is not None:
+                    raise RequestError(str(no_recipe), param="constraint", code="no_recipe")
+                grammar = self._chats().grammar(constraint)
+            return _Ready(self._reader.read(items[index], each[index], uid, grammar), grammar)
+
+        return self._numbered(len(items), read, on_error)
 
     def _numbered(
-        self, count: int, read: Callable[[int, int], Request], on_error: OnError
-    ) -> list[Request | RequestOutput]:
+        self, count: int, read: Callable[[int, int], _Ready], on_error: OnError
+    ) -> list[_Ready | RequestOutput]:
         """Make `count` requests by `read(index, uid)`."""
         if self._closed:
             raise RequestError("This `LLM` is closed; make a new one, or stay in its `with` block.")
         first_uid = self._num_requests
         self._num_requests += count
-        batch: list[Request | RequestOutput] = []
+        batch: list[_Ready | RequestOutput] = []
         for index, uid in enumerate(range(first_uid, first_uid + count)):
             try:
                 batch.append(read(index, uid))
@@ -323,11 +332,10 @@ class LLM:
 
     def _rounds(
         self,
-        batch: list[Request | RequestOutput],
+        batch: list[_Ready | RequestOutput],
         on_error: OnError,
         *,
         every: bool,
-        watchers: Mapping[int, Watcher] | None = None,
     ) -> Generator[list[RequestOutput], None, None]:
         """Submit requests and step the engine until they have ended; abort them when closed.
 
@@ -340,20 +348,21 @@ class LLM:
                 if isinstance(item, RequestOutput):
                     sink.append(item)
                     continue
+                request = item.request
                 builder = OutputBuilder(
-                    item,
+                    request,
                     index,
                     self._codec.decoder(),
-                    skips_rows=self._reader.skips_rows(item),
-                    watcher=None if watchers is None else watchers[index],
+                    skips_rows=self._reader.skips_rows(request),
+                    watcher=item.follower,
                 )
                 try:
                     with undivided():
-                        self.engine.submit(item)
-                        self._live[item.uid] = _Live(item, builder, sink, every)
-                        uids.append(item.uid)
+                        self.engine.submit(request)
+                        self._live[request.uid] = _Live(item, builder, sink, every)
+                        uids.append(request.uid)
                 except RequestError as error:
-                    sink.append(_failed(error, index, item.client_id, on_error, len(batch)))
+                    sink.append(_failed(error, index, request.client_id, on_error, len(batch)))
             num_open = len(batch)
             while num_open:
                 if not sink:
@@ -384,19 +393,31 @@ class LLM:
                     del self._live[update.uid]
                 elif not live.every_output:
                     continue
-                output = live.builder.next_output()
-                if output is not None:
-                    live.sink.append(output)
+                self._put_output(live)
 
     def _abort(self, uids: Sequence[int]) -> None:
         for uid in uids:
             live = self._live.pop(uid, None)
             if live is not None:
-                self.engine.abort(live.request.client_id)
+                self.engine.abort(live.ready.request.client_id)
                 live.builder.abort()
-                output = live.builder.next_output()
-                if output is not None:
-                    live.sink.append(output)
+                self._put_output(live)
+
+    def _put_output(self, live: _Live) -> None:
+        """Put what can be shown of a request where it belongs; judge a constrained text first."""
+        output = live.builder.next_output()
+        if output is None:
+            return
+        ready = live.ready
+        if output.finished and ready.grammar is not None:
+            result, fault = "unfinished", None
+            if live.builder.is_whole:
+                text = output.text if ready.follower is None else ready.follower.answer(output)
+                fault = None if text is None else ready.grammar.fault_of(text)
+                result = "valid" if fault is None else "invalid"
+            self.engine.observe_constrained(result)
+            output = replace(output, constraint_fault=fault)
+        live.sink.append(output)
 
 
 def _check_on_error(on_error: OnError) -> None:

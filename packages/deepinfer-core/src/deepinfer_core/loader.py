@@ -150,8 +150,8 @@ def find_recipe(model_type: str, tokenizer_file: Path) -> Recipe:
     """
     if model_type not in targets(RECIPES):
         raise ConfigError(
-            f"No recipe for `model_type` {model_type!r} is installed, so there is no chat; install "
-            "the package `deepseek-recipe`, or give plain prompts."
+            f"No recipe for `model_type` {model_type!r} is installed, so there is no chat and no "
+            "`constraint`; install the package `deepseek-recipe`, or give plain prompts."
         )
     chosen = load_class(RECIPES, model_type)
     try:

@@ -28,8 +28,9 @@ _DIGITS = re.compile("[0-9]{1,10}")
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    Filters are applied in this order: logit bias, repetition penalty, frequency and presence
-    penalties, temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits.
+    Filters are applied in this order: mask of the constraint, logit bias, repetition penalty,
+    frequency and presence penalties, temperature, top-k, top-p, min-p. Log-probabilities are of the
+    raw logits.
 
     Args:
         max_tokens: most tokens to produce; the context length limits it too.
@@ -44,6 +45,10 @@ class SamplingParams:
         presence_penalty: subtracted once for each token that occurs in the output.
         logit_bias: token id -> value added to its logit.
         seed: key of the noise; None derives one from the engine's seed and the request's number.
+        constraint: what the whole text must be, enforced token by token. Exactly one of `json` (a
+            schema, parsed or as JSON text), `json_object` (true), `regex`, `choice` (a list of
+            texts), `grammar` (EBNF) and `structural_tag`, such as `{"regex": "[0-9]+"}`. The
+            package `deepseek-recipe` compiles it; what it cannot enforce, it refuses.
         stop: texts that end the output; the text is cut before the first one.
         stop_token_ids: ids that end the output, besides the model's end-of-sequence ids.
         ignore_eos: go on after the model's end-of-sequence ids.
@@ -71,6 +76,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    constraint: Mapping[str, object] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -101,6 +107,8 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, MIN_TIMEOUT_S, MAX_TIMEOUT_S)
+        if self.constraint is not None:
+            _constraint(self.constraint)
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.ignore_eos, bool):
@@ -155,6 +163,16 @@ def _number(name: str, value: object, low: float, high: float, *, or_zero: bool 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value is not None and value not in allowed:
         raise _bad(name, value, " or ".join(repr(word) for word in allowed))
+
+
+def _constraint(value: object) -> None:
+    """Check the form alone: which kinds there are is the recipe's to say."""
+    if (
+        not isinstance(value, Mapping)
+        or not value
+        or not all(isinstance(key, str) for key in value)
+    ):
+        raise _bad("constraint", value, 'a mapping such as {"json": {"type": "object"}}')
 
 
 def _bias(value: object) -> dict[int, float]:

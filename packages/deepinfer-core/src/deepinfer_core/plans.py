@@ -24,6 +24,7 @@ __all__ = [
     "Admission",
     "BlockDelta",
     "Logprobs",
+    "Masks",
     "Phase",
     "RowExtras",
     "RowStatus",
@@ -314,6 +315,21 @@ class StepPlan:
                 ids = tuple(delta.block_ids[mine].tolist())
                 found.append(BlockDelta(pool, int(delta.places[mine[0]]), ids))
         return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """What the grammar of one sequence says of its rows in a step.
+
+    Args:
+        rows: [1 + drafts, ceil(V / 32)] int32: the tokens allowed at its next position and behind
+            each draft, as `SampleInputs.mask` states them.
+        forced: tokens without a choice, from its next position on. Those that the step does not
+            yield are drafted behind it.
+    """
+
+    rows: np.ndarray
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -137,6 +137,8 @@ class RequestOutput:
         error_param: the request field at fault, or None.
         error_code: a short machine-readable word: that of the `RequestError`, or of the
             `SequenceUpdate` when it failed while it ran.
+        constraint_fault: why the finished text does not satisfy the request's constraint; None
+            where it does, where there is none, and where the text was cut.
         determinism: the mode the request ran in.
         bounded_replay: which replay was really used: "off", "encoder", "decoder" or "both".
         num_preemptions: how often it was taken off the device and recomputed.
@@ -156,6 +158,7 @@ class RequestOutput:
     error: str | None = None
     error_param: str | None = None
     error_code: str | None = None
+    constraint_fault: str | None = None
     determinism: str = "normal"
     bounded_replay: str = "off"
     num_preemptions: int = 0

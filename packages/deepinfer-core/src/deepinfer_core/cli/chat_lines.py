@@ -69,6 +69,8 @@ def chat_line(output: ChatOutput, conversation: Conversation) -> dict[str, objec
         }
         notes = {"malformed": output.malformed, "overridden": output.overridden}
         line |= {name: list(texts) for name, texts in notes.items() if texts}
+        if output.output.constraint_fault is not None:
+            line["constraint_fault"] = output.output.constraint_fault
     error, raw = conversation.error, output.output
     message = raw.error if error is None else str(error)
     if message is not None:

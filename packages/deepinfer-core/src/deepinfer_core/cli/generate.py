@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from deepinfer_core.cli.options import (
     with_engine_config,
 )
 from deepinfer_core.config import EngineConfig
-from deepinfer_core.errors import OutputError, RequestError
+from deepinfer_core.errors import OutputError, RequestError, shown
 from deepinfer_core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -95,6 +96,15 @@ _BoundedReplay = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+_Constraint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help='What each text must be: {"json": SCHEMA}, {"json_object": true}, {"regex": TEXT}, '
+        '{"choice": [TEXT, ..]}, {"grammar": EBNF} or {"structural_tag": ..}.',
+        rich_help_panel=_SAMPLING,
+    ),
+]
 _Chat = Annotated[
     bool,
     typer.Option(
@@ -129,14 +139,16 @@ def generate(
     logprobs: _Logprobs = None,
     bounded_replay: _BoundedReplay = None,
     ignore_eos: _IgnoreEos = False,
+    constraint: _Constraint = None,
     *,
     config: EngineConfig,
 ) -> None:
     """Complete prompts; print one JSON line for each, in order.
 
     A line comes as soon as all before it are there. It has index, prompt_token_ids, token_ids,
-    text, finish_reason and, if asked for, logprobs and prompt_logprobs. If the prompt failed, it
-    has an error too; if it was refused, index and error only. The exit status is then 1.
+    text, finish_reason and, if asked for, logprobs and prompt_logprobs; constraint_fault says why
+    a finished text does not satisfy its constraint. If the prompt failed, it has an error too; if
+    it was refused, index and error only. The exit status is then 1.
 
     With --chat a line has index, message, finish_reason, logprobs and usage.
     """
@@ -155,6 +167,7 @@ def generate(
         "logprobs": logprobs,
         "bounded_replay": bounded_replay,
         "ignore_eos": ignore_eos,
+        "constraint": None if constraint is None else _parsed(constraint),
     }
     settings = {name: value for name, value in given.items() if value is not None}
     with _opened(source, prompt or (), input_file) as lines:
@@ -233,10 +246,12 @@ def _conversations(
 ) -> _Batch:
     from deepinfer_core.cli.chat_lines import Conversation, read_conversations
 
-    for name in ("bounded_replay", "ignore_eos"):
-        if settings.get(name):
+    for name in ("bounded_replay", "ignore_eos", "constraint"):
+        if settings.get(name) not in (None, False):
+            instead = ", or give lines with `response_format`" if name == "constraint" else ""
             raise fail(
-                f"`--{name.replace('_', '-')}` is not for `--chat`; leave it out.", BAD_OPTION
+                f"`--{name.replace('_', '-')}` is not for `--chat`; leave it out{instead}.",
+                BAD_OPTION,
             )
     defaults = {
         name: settings[name] for name in ("max_tokens", "temperature", "seed") if name in settings
@@ -247,6 +262,17 @@ def _conversations(
         said = ([{"role": "user", "content": text}] for text in texts)
         return _Conversations([Conversation({**defaults, "messages": each}) for each in said])
     return _Conversations(read_conversations(lines, defaults))
+
+
+def _parsed(constraint: str) -> object:
+    try:
+        parsed = json.loads(constraint)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        allowed = 'a JSON object such as {"regex": "[0-9]+"}'
+        raise fail(f"`--constraint` is {shown(constraint)}; allowed: {allowed}.", BAD_OPTION)
+    return parsed
 
 
 def _opened(

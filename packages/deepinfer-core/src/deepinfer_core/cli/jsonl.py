@@ -110,6 +110,8 @@ def _produced(output: RequestOutput) -> dict[str, object]:
         values: tuple[TokenLogprob, ...] | None = getattr(output, name)
         if values is not None:
             line[name] = [_logprob(value) for value in values]
+    if output.constraint_fault is not None:
+        line["constraint_fault"] = output.constraint_fault
     return line
 
 

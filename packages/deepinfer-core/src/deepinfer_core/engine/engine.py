@@ -95,6 +95,10 @@ class Engine:
         loop, scheduler = self._loop, self._scheduler
         return loop.metrics.snapshot(scheduler.counts(), scheduler.totals, loop.watchdog)
 
+    def observe_constrained(self, result: str) -> None:
+        """Count a request with a constraint: `valid`, `invalid` or `unfinished`."""
+        self._loop.metrics.observe_constrained(result)
+
     def submit(self, request: Request) -> None:
         """Take a request.
 

@@ -115,7 +115,9 @@ class Forward:
 
         Args:
             forward: what `run` returned.
-            masks: `masks` [n, words] int32 and their `places` [n] in [R, 1 + drafts], or None.
+            masks: `masks` [n, words] int32 and their `places` [n] in [R, 1 + drafts], and maybe
+                `forced` [R, 1 + 2 * drafts] int32, tokens that must come from the place of the
+                first sampled one on, -1 behind them; or None.
         """
         step, inputs, num_rows = forward.step, forward.inputs, forward.num_rows
         backend = self._backend.with_strict(step.plan.output.strict)
@@ -147,7 +149,10 @@ class Forward:
             self._sampler.count(step.column("slot"), token_ids, num_tokens.masked_fill(failed, 0))
         left = torch.where(failed | (num_tokens == 0), -1, inputs.tag)
         last = token_ids.gather(1, (num_tokens - 1).clamp(min=0).unsqueeze(1))
-        drafts, survival = self._draft(backend, forward, token_ids, num_tokens, last, end, failed)
+        forced = None if masks is None else masks.get("forced")
+        drafts, survival = self._draft(
+            backend, forward, token_ids, num_tokens, last, end, failed, forced
+        )
         self._carries.leave(forward.number, torch.cat((last, drafts), 1), end, left)
         if "saves" in step.extra:
             self._state.copy_slots(step.extra["saves"])
@@ -239,8 +244,12 @@ class Forward:
         last: Tensor,
         end: Tensor,
         failed: Tensor,
+        forced: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what is drafted behind the tokens, [R, g] legal ids, and its survival."""
+        """Return what is drafted behind the tokens, [R, g] legal ids, and its survival.
+
+        Where a grammar leaves no choice its tokens are drafts, and the drafter's stay behind them.
+        """
         step = forward.step
         if self._drafter is None:
             return token_ids[:, :0], None
@@ -272,11 +281,17 @@ class Forward:
                 pick=picks.next,
             ),
         )
-        drafts = proposed.token_ids
+        drafts, certain = proposed.token_ids, None
+        if forced is not None:
+            number = torch.arange(drafts.shape[1], device=drafts.device)
+            ahead = forced.long().gather(1, num_tokens.unsqueeze(1) + number)
+            certain = ahead >= 0
+            drafts = torch.where(certain, ahead, drafts)
         drafts = drafts.masked_fill((drafts < 0) | (drafts >= self._vocab_size), 0)
         if not step.num_sampled:
             return drafts, None
-        return drafts, self._verification.remember(slots, drafts, proposed.confidence, picks)
+        verification = self._verification
+        return drafts, verification.remember(slots, drafts, proposed.confidence, picks, certain)
 
     def _scores(
         self,

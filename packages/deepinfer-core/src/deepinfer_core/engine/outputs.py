@@ -129,6 +129,7 @@ class OutputBuilder:
         self._borders: list[tuple[int, int]] = []
         self._shown = (0, 0)
         self._finish_reason: FinishReason | None = None
+        self._cut = False
         self._error: str | None = None
         self._error_code: str | None = None
         self._num_preemptions = 0
@@ -153,16 +154,27 @@ class OutputBuilder:
                 logprob = self._logprobs[-1] if update.logprobs else None
                 stopped = self._watcher(token_id, logprob, self._num_cached) or stopped
             if stopped:
-                self._finish_reason = FinishReason.STOP
+                self._finish_reason, self._cut = FinishReason.STOP, True
                 return True
         if update.finish_reason is None:
             return False
         self._finish_reason = update.finish_reason
         self._error, self._error_code = update.error, update.error_code
         tail = "" if self._decoder is None else self._decoder.flush()
-        if self._append(tail) and update.finish_reason is FinishReason.LENGTH:
+        self._cut = self._append(tail)
+        if self._cut and update.finish_reason is FinishReason.LENGTH:
             self._finish_reason = FinishReason.STOP
         return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text ended where the model or its grammar ended it.
+
+        Not by a cap, an error, a stop string, the watcher or one of `stop_token_ids`.
+        """
+        params, last = self._request.params, self._token_ids[-1:]
+        stopped = any(token_id in params.stop_token_ids for token_id in last)
+        return self._finish_reason is FinishReason.STOP and not self._cut and not stopped
 
     def abort(self) -> None:
         """End the request as aborted."""

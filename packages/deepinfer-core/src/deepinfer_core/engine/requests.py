@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from deepinfer_core.config import EngineConfig, did_you_mean
 from deepinfer_core.errors import RequestError, shown
+from deepinfer_core.interfaces import OutputGrammar
 from deepinfer_core.model.config import ModelConfig
 from deepinfer_core.scheduler.budget import SchedulerLimits, check_prompt
 from deepinfer_core.types import Request, SamplingParams
@@ -48,13 +49,16 @@ class RequestReader:
         self._encode = encode
         self._no_strict = no_strict
 
-    def read(self, item: Prompt, params: SamplingParams, uid: int) -> Request:
+    def read(
+        self, item: Prompt, params: SamplingParams, uid: int, grammar: OutputGrammar | None = None
+    ) -> Request:
         """Return the request.
 
         Args:
             item: a text, token ids, or a mapping with one of the two.
             params: checked settings.
             uid: the request's number; the seed of a request that has none depends on it.
+            grammar: what the output must follow.
 
         Raises:
             RequestError: the prompt is empty, too long or not a prompt, an id is out of range, or
@@ -93,6 +97,7 @@ class RequestReader:
             replay_encoder=_replays(params, strict, "encoder"),
             replay_decoder=_replays(params, strict, "decoder"),
             deadline_ns=_deadline_ns(params.timeout_s),
+            constraint=None if grammar is None else grammar.matcher(),
         )
 
     def skips_rows(self, request: Request) -> bool:

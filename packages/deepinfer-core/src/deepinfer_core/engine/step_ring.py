@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-
 from deepinfer_core.interfaces import Event
-from deepinfer_core.plans import StepPlan, StepResult
+from deepinfer_core.plans import Masks, StepPlan, StepResult
 
 __all__ = ["DeviceTimes", "StepPhase", "StepRing", "StepWorker", "WorkerStepState"]
 
@@ -87,13 +85,12 @@ class StepWorker(Protocol):
         With `plan.output.delays_sampling` all but its sampling.
         """
 
-    def launch_sampling(self, ticket: WorkerStepState, masks: Mapping[int, np.ndarray]) -> None:
+    def launch_sampling(self, ticket: WorkerStepState, masks: Mapping[int, Masks]) -> None:
         """Queue the sampling of a step that delays it; it is the step launched last.
 
         Args:
             ticket: the step's; its events are set here.
-            masks: place in the plan -> [1 + drafts, ceil(V / 32)] int32, the tokens allowed at each
-                position, as `SampleInputs.mask` states them. Other rows may yield any token.
+            masks: place in the plan -> what its rows may yield. Other rows may yield any token.
         """
 
     def scrub(self, blocks: Mapping[str, Sequence[int]], slots: Sequence[int]) -> None:

@@ -90,12 +90,18 @@ class Picks:
             self._chances.append(chances.scatter(1, place, own))
         return sampled.token_ids
 
-    def chances(self, drafts: Tensor, vocab_size: int) -> Tensor:
-        """Return what drafts [R, g] were drawn from: [R, g, V] float32."""
-        if self._chances:
+    def chances(self, drafts: Tensor, vocab_size: int, certain: Tensor | None) -> Tensor:
+        """Return what drafts [R, g] were drawn from: [R, g, V] float32.
+
+        certain: [R, g] bool, those that were not drawn; or None.
+        """
+        if self._chances and certain is None:
             return torch.stack(self._chances, 1)
         ones = torch.zeros(*drafts.shape, vocab_size, device=drafts.device)
-        return ones.scatter_(2, drafts.unsqueeze(2), 1.0)
+        ones.scatter_(2, drafts.unsqueeze(2), 1.0)
+        if not self._chances or certain is None:
+            return ones
+        return torch.where(certain.unsqueeze(2), ones, torch.stack(self._chances, 1))
 
 
 class Verification:
@@ -140,7 +146,12 @@ class Verification:
         return self._verifier.planner.lengths(survival, available, total).long()
 
     def remember(
-        self, slots: Tensor, drafts: Tensor, confidence: Tensor | None, picks: Picks
+        self,
+        slots: Tensor,
+        drafts: Tensor,
+        confidence: Tensor | None,
+        picks: Picks,
+        certain: Tensor | None = None,
     ) -> Tensor | None:
         """Keep what the next step must know of the drafts.
 
@@ -148,13 +159,15 @@ class Verification:
             slots: [R] int64; the scratch slot where a sequence failed.
             drafts: [R, g] int64. confidence: [R, g] float32 before the sigmoid, or None.
             picks: how they were chosen.
+            certain: [R, g] bool, the first ones of a row, which pass whatever the drafter thinks;
+                None where there are none.
         Returns:
             Survival [R, g] float32, the chance that a draft and those before it pass; None where
             the drafter does not tell.
         """
         count = drafts.shape[1]
         if self._chances is not None:
-            self._chances[slots, :count] = picks.chances(drafts, self._vocab_size)
+            self._chances[slots, :count] = picks.chances(drafts, self._vocab_size, certain)
         if confidence is None:
             return None
         survival = torch.sigmoid(confidence)
@@ -163,6 +176,8 @@ class Verification:
         survival = survival.nan_to_num(0.0)
         for number in range(1, count):  # in one order: equal chances must stay equal
             survival[:, number] *= survival[:, number - 1]
+        if certain is not None:
+            survival = survival.masked_fill(certain, 1.0)
         self._survival[slots, :count] = survival
         return survival
 

@@ -30,7 +30,7 @@ from deepinfer_core.engine.verification import Verification
 from deepinfer_core.interfaces import Event, KernelBackend, Verifier
 from deepinfer_core.model.deepseek_v41 import DeepseekV41
 from deepinfer_core.model.state import ModelState
-from deepinfer_core.plans import StepPlan, StepResult
+from deepinfer_core.plans import Masks, StepPlan, StepResult
 
 __all__ = ["Worker"]
 
@@ -188,13 +188,12 @@ class Worker:
             self._launch_sampling(place, None)
         return ticket
 
-    def launch_sampling(self, ticket: WorkerStepState, masks: Mapping[int, np.ndarray]) -> None:
+    def launch_sampling(self, ticket: WorkerStepState, masks: Mapping[int, Masks]) -> None:
         """Queue the sampling of a step that delays it; it is the step launched last.
 
         Args:
             ticket: the step's; its events are set here.
-            masks: place in the plan -> [1 + drafts, ceil(V / 32)] int32, the tokens allowed at each
-                position, as `SampleInputs.mask` states them. Other rows may yield any token.
+            masks: place in the plan -> what its rows may yield. Other rows may yield any token.
         """
         place = self._unsampled
         assert place is not None and place.ticket is ticket, (
@@ -202,7 +201,7 @@ class Worker:
         )
         self._unsampled, self._launching = None, place
         if masks:
-            place.masks.fill(_mask_rows(ticket.plan, masks, 1 + self.state.sizes.max_drafts))
+            place.masks.fill(_mask_parts(ticket.plan, masks, self.state.sizes.max_drafts))
             self._copy_in.submit(place.masks.send)
             self._queue.wait_for(self._copy_in.record())
         place.stalled.append(self._queue.record())
@@ -254,17 +253,26 @@ class Worker:
         self._launching = None
 
 
-def _mask_rows(plan: StepPlan, masks: Mapping[int, np.ndarray], wide: int) -> Parts:
-    """Return masks [n, words] int32 and where they belong: [n] places of [R, wide], flattened."""
-    rows = plan.rows
+def _mask_parts(plan: StepPlan, masks: Mapping[int, Masks], num_drafts: int) -> Parts:
+    """Return masks [n, words] int32 and their places [n] in [R, 1 + drafts], flattened.
+
+    Where a grammar leaves no choice, `forced` [R, 1 + 2 * drafts] int32, -1 behind the last token.
+    """
+    rows, wide = plan.rows, 1 + num_drafts
     sampled = np.where(rows.phase == VERIFY, rows.num_rows, rows.phase == FINAL_CHUNK)
     for place, mask in masks.items():
-        assert len(mask) == sampled[place], (
-            f"sequence {place} of step {plan.output.step_seq} has {len(mask)} masks for "
+        assert len(mask.rows) == sampled[place], (
+            f"sequence {place} of step {plan.output.step_seq} has {len(mask.rows)} masks for "
             f"{sampled[place]} sampled rows"
         )
-    numbers = [place * wide + np.arange(len(mask)) for place, mask in masks.items()]
-    return {
+    numbers = [place * wide + np.arange(len(mask.rows)) for place, mask in masks.items()]
+    parts: Parts = {
         "places": np.concatenate(numbers).astype(np.int32),
-        "masks": np.concatenate(list(masks.values())),
+        "masks": np.concatenate([mask.rows for mask in masks.values()]),
     }
+    if num_drafts and any(mask.forced for mask in masks.values()):
+        forced = np.full((len(rows), wide + num_drafts), -1, dtype=np.int32)
+        for place, mask in masks.items():
+            forced[place, : len(mask.forced)] = mask.forced
+        parts["forced"] = forced
+    return parts

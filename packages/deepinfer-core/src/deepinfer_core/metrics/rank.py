@@ -2,6 +2,7 @@
 
     metrics.observe_step(record)              once the step's times are known
     metrics.observe_settled(plan, result)     what it yielded
+    metrics.observe_constrained(result)       how a request with a constraint ended
     metrics.snapshot(counts, totals)          name -> `Family`, plain values by labels
 
 All of it is called by the thread of the loop.
@@ -51,7 +52,7 @@ class Metrics:
         self._gap, self._row_ns, self._chunk = Histogram(), Histogram(), Histogram()
         self._verified, self._accepted = Histogram(), Histogram()
         self._speculation = SpeculationMetrics()
-        self._bubbles, self._empty = Counter(), Counter()
+        self._bubbles, self._empty, self._constrained = Counter(), Counter(), Counter()
         self._accepted_at = np.zeros(0, dtype=np.int64)  # by position of the draft
         self._drafted_at = np.zeros(0, dtype=np.int64)
         self._last_end_ns = 0  # of the step observed last, on the device where that tells
@@ -100,6 +101,10 @@ class Metrics:
         verified = (rows.phase == _VERIFY) & (result.num_tokens > 0) & whole
         if verified.any():
             self._observe_verified(result.num_verified[verified], result.num_tokens[verified])
+
+    def observe_constrained(self, result: str) -> None:
+        """Take how a request with a constraint ended: `valid`, `invalid` or `unfinished`."""
+        self._constrained.add(1, result)
 
     def snapshot(
         self,
@@ -219,6 +224,12 @@ class Metrics:
         accepted = zip(self._accepted_at.tolist(), self._drafted_at.tolist(), strict=True)
         return {
             "chunk_len": plain(self._chunk, "Rows of a chunk of a prompt."),
+            "constrained_requests_total": Family(
+                FamilyKind.COUNTER,
+                "Requests with a constraint that have ended, by what became of their text.",
+                ("result",),
+                self._constrained.values(),
+            ),
             "accepted_len": plain(self._accepted, "Tokens that a verified sequence yields."),
             "verified_tokens_per_row": plain(
                 self._verified, "Tokens fed for a sequence that is verified."

@@ -1,7 +1,7 @@
 """Grammars of constrained requests: what they allow next, and advancing them by committed tokens.
 
-A matcher advances with committed tokens only, once and in order. What it allows behind drafts is
-found by walking them and rolling back.
+A matcher advances with committed tokens only, once and in order; it says itself what it allows
+behind drafts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from deepinfer_core.plans import Masks
+from deepinfer_core.scheduler.budget import SchedulerLimits
 from deepinfer_core.scheduler.sequence import Sequence
 
 __all__ = ["ConstraintFailed", "advance", "masks_of"]
@@ -21,44 +23,39 @@ class ConstraintFailed(Exception):
     """A grammar refused what it had allowed, or raised; the request ends with this sentence."""
 
 
-def masks_of(sequence: Sequence, drafts: Seq[int], vocab_size: int) -> np.ndarray:
-    """Return the tokens allowed at the sequence's next position and behind each of its drafts.
+def masks_of(sequence: Sequence, drafts: Seq[int], limits: SchedulerLimits) -> Masks:
+    """Return what a step may yield of a sequence, and, where drafts are in use, what must follow.
 
-    Behind the first draft that is not allowed any token is: that draft is refused by its own mask,
-    and nothing behind it counts.
+    Behind the first draft that is not allowed, and behind the grammar's end, any token is: nothing
+    there counts, but a row without a token would be a fault of the sampler.
 
     Args:
         sequence: constrained; all its steps before the one to be masked are settled.
         drafts: what the step verifies.
-        vocab_size: V.
-    Returns:
-        [1 + len(drafts), ceil(V / 32)] int32, bit v % 32 of word v // 32 for token v.
+        limits: the vocabulary's size, and most drafts of a sequence.
 
     Raises:
-        ConstraintFailed: the grammar raised an error.
+        ConstraintFailed: the grammar allows no token, or raised an error.
     """
     constraint = sequence.constraint
     assert constraint is not None, f"request {sequence.uid} has no grammar"
-    masks = np.empty((1 + len(drafts), -(-vocab_size // 32)), dtype=np.int32)
-    walked = place = 0
+    masks = np.empty((1 + len(drafts), -(-limits.vocab_size // 32)), dtype=np.int32)
+    forced: Seq[int] = ()
     try:
-        for place, mask in enumerate(masks):
-            constraint.fill(mask)
-            if place == len(drafts) or not _allows(mask, drafts[place]):
-                break
-            walked += constraint.accept([drafts[place]])
-            if walked <= place or constraint.done:
-                break
-        if walked:
-            constraint.rollback(walked)
+        if limits.max_drafts:
+            forced = constraint.forced()
+        constraint.fill_window(masks, drafts)
     except Exception as error:
         raise ConstraintFailed(f"The grammar failed ({type(error).__name__}: {error}).") from error
-    masks[place + 1 :] = ALL
-    return masks
-
-
-def _allows(mask: np.ndarray, token_id: int) -> bool:
-    return token_id >= 0 and bool(int(mask[token_id // 32]) >> (token_id % 32) & 1)
+    barren: np.ndarray = (masks == 0).all(axis=1)
+    if barren[0]:
+        raise ConstraintFailed(
+            "The grammar allows no token here, not even the end: its text cannot be written with "
+            "this model's tokens. Change the constraint."
+        )
+    masks[barren] = ALL
+    # a step yields 1 + drafts tokens at most, and as many drafts follow them
+    return Masks(masks, tuple(forced[: 1 + 2 * limits.max_drafts]))
 
 
 def advance(sequence: Sequence, token_ids: Seq[int]) -> tuple[int, bool]:
@@ -79,6 +76,7 @@ def advance(sequence: Sequence, token_ids: Seq[int]) -> tuple[int, bool]:
         raise ConstraintFailed(f"The grammar failed ({type(error).__name__}: {error}).") from error
     if taken < len(token_ids) and not done:
         raise ConstraintFailed(
-            f"The grammar refused token {token_ids[taken]}, which its mask had allowed."
+            f"The grammar refused token {token_ids[taken]}, although its mask had allowed it, or "
+            "no token in its place."
         )
     return taken, done

@@ -24,7 +24,7 @@ import numpy as np
 from deepinfer_core.cache.block_pool import PoolExhausted
 from deepinfer_core.errors import DuplicateRequest
 from deepinfer_core.interfaces import VerifyPlanner
-from deepinfer_core.plans import Phase, StepKind, StepPlan, StepResult, StepRows
+from deepinfer_core.plans import Masks, Phase, StepKind, StepPlan, StepResult, StepRows
 from deepinfer_core.scheduler.budget import SchedulerLimits, check_prompt
 from deepinfer_core.scheduler.chunks import ChunkBudget
 from deepinfer_core.scheduler.constraints import ConstraintFailed, masks_of
@@ -247,8 +247,8 @@ class Scheduler:
             self.totals.measured_ns += forward_ns
             self._cost.update(step.work, forward_ns, padded=False)
 
-    def masks(self, plan: StepPlan) -> dict[int, np.ndarray]:
-        """Return what constrained rows may yield: place in the plan -> [1 + drafts, V / 32] int32.
+    def masks(self, plan: StepPlan) -> dict[int, Masks]:
+        """Return what constrained rows may yield, by their places in the plan.
 
         To be asked when all steps before `plan` are settled. A request whose grammar fails ends;
         its row stays in the step as padding.
@@ -263,7 +263,7 @@ class Scheduler:
             sequence = step.sequences[row]
             drafts = lanes.drafts[rows.slot[row], : rows.num_drafts[row]].tolist()
             try:
-                found[row] = masks_of(sequence, drafts, self.limits.vocab_size)
+                found[row] = masks_of(sequence, drafts, self.limits)
             except ConstraintFailed as error:
                 ended = self._roster.end(
                     sequence, FinishReason.ERROR, str(error), code="constraint"

@@ -20,6 +20,8 @@ _VOCAB = 300  # prompts have ids from 5 to here
 class ModuloGrammar:
     """Refuses the ids `t` with `(t + 5 * n + last) % 3 == 0` after n tokens of which one was last.
 
+    Of every six tokens it leaves no choice for the last three.
+
     Args:
         vocab_size: V.
         length: tokens after which it allows no more; None is never.
@@ -35,26 +37,48 @@ class ModuloGrammar:
         """See `TokenConstraint.done`."""
         return len(self._taken) == self._length
 
-    def fill(self, mask_row: np.ndarray) -> None:
-        """See `TokenConstraint.fill`."""
-        ids = np.arange(32 * len(mask_row))
-        allowed = ((ids + self._shift()) % _MODULUS != 0) & (ids < self._vocab_size)
-        mask_row[:] = np.packbits(allowed, bitorder="little").view(np.int32)
+    def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
+        """See `TokenConstraint.fill_window`."""
+        taken = self._taken.copy()
+        rows[:] = 0
+        for row, draft in zip(rows, (*drafts, None), strict=True):
+            if len(taken) == self._length:
+                break
+            bits = np.zeros(32 * len(row), dtype=np.bool_)
+            bits[: self._vocab_size] = self._allowed(taken)
+            row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+            if draft is None or not bits[draft]:
+                break
+            taken.append(draft)
+        return len(taken) - len(self._taken)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `TokenConstraint.accept`."""
-        for taken, token_id in enumerate(token_ids):
-            if self.done or (token_id + self._shift()) % _MODULUS == 0:
-                return taken
+        for count, token_id in enumerate(token_ids):
+            if self.done or not self._allowed(self._taken)[token_id]:
+                return count
             self._taken.append(token_id)
         return len(token_ids)
 
-    def rollback(self, count: int) -> None:
-        """See `TokenConstraint.rollback`."""
-        del self._taken[len(self._taken) - count :]
+    def forced(self) -> Sequence[int]:
+        """See `TokenConstraint.forced`."""
+        taken = self._taken.copy()
+        while len(taken) != self._length and (found := self._only(taken)) is not None:
+            taken.append(found)
+        return taken[len(self._taken) :]
 
-    def _shift(self) -> int:
-        return 5 * len(self._taken) + (self._taken[-1] if self._taken else 0)
+    def _allowed(self, taken: Sequence[int]) -> np.ndarray:
+        ids, only = np.arange(self._vocab_size), self._only(taken)
+        found: np.ndarray = ids == only
+        return (ids + _shift(taken)) % _MODULUS != 0 if only is None else found
+
+    def _only(self, taken: Sequence[int]) -> int | None:
+        """Return the one token that may follow, where there is no choice."""
+        return (7 * _shift(taken) + 5) % self._vocab_size if len(taken) % 6 > 2 else None
+
+
+def _shift(taken: Sequence[int]) -> int:
+    return 5 * len(taken) + (taken[-1] if taken else 0)
 
 
 @dataclass(frozen=True)

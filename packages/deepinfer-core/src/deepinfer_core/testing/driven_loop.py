@@ -43,16 +43,18 @@ class AnyToken:
 
     done = False
 
-    def fill(self, mask_row: np.ndarray) -> None:
-        """See `TokenConstraint.fill`."""
-        mask_row[:] = -1
+    def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
+        """See `TokenConstraint.fill_window`."""
+        rows[:] = -1
+        return len(drafts)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `TokenConstraint.accept`."""
         return len(token_ids)
 
-    def rollback(self, count: int) -> None:
-        """See `TokenConstraint.rollback`."""
+    def forced(self) -> Sequence[int]:
+        """See `TokenConstraint.forced`."""
+        return ()
 
 
 class _RecordingDevice(FakeDevice):

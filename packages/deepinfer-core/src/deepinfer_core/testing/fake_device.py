@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deepinfer_core.engine.step_ring import DeviceTimes, WorkerStepState
-from deepinfer_core.plans import StepPlan, StepResult
+from deepinfer_core.plans import Masks, StepPlan, StepResult
 from deepinfer_core.scheduler import SchedulerLimits
 from deepinfer_core.testing.fake_model import Checks, FakeModel
 from deepinfer_core.testing.fake_sampler import Drafter
@@ -42,7 +42,7 @@ class _Step:
     forward: tuple[int, int]  # its end is NEVER until sampling is launched
     copy_out: tuple[int, int] = (NEVER, NEVER)
     computed: int = NEVER  # end of what precedes sampling
-    masks: tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]] = ({}, {})  # host's, ours
+    masks: tuple[Mapping[int, Masks], Mapping[int, Masks]] = ({}, {})  # host's, ours
     result: StepResult | None = None
     error: Exception | None = None
 
@@ -135,14 +135,14 @@ class FakeDevice:
                 self._finish(ticket, {}, self._free["copy_in"])
         return ticket
 
-    def launch_sampling(self, ticket: WorkerStepState, masks: Mapping[int, np.ndarray]) -> None:
+    def launch_sampling(self, ticket: WorkerStepState, masks: Mapping[int, Masks]) -> None:
         """Queue the sampling of the step launched last."""
         with self.clock.paused():
             assert self._unsampled is not None and self._unsampled.plan is ticket.plan, (
                 f"step {ticket.plan.output.step_seq} does not wait for its sampling"
             )
             before = self.ring.num_allocations
-            self.ring.reserve("masks", sum(mask.size for mask in masks.values()))
+            self.ring.reserve("masks", sum(mask.rows.size for mask in masks.values()))
             self.counts[-1].allocations += self.ring.num_allocations - before
             _, copied = self._span("copy_in", self.clock.now_ns(), self._copy_ns)
             self._finish(ticket, masks, copied)
@@ -227,11 +227,14 @@ class FakeDevice:
         self._busy.append(step)
         return step
 
-    def _finish(self, ticket: WorkerStepState, masks: Mapping[int, np.ndarray], ready: int) -> None:
+    def _finish(self, ticket: WorkerStepState, masks: Mapping[int, Masks], ready: int) -> None:
         """Find the times of a step's sampling and of its copy to the host."""
         step, self._unsampled = self._unsampled, None
         assert step is not None
-        step.masks = masks, {row: mask.copy() for row, mask in masks.items()}
+        step.masks = (
+            masks,
+            {row: Masks(mask.rows.copy(), mask.forced) for row, mask in masks.items()},
+        )
         begin, end = self._span("forward", max(step.computed, ready), self._sampling_ns)
         step.forward = step.forward[0], end
         late = self._faults.late.get(step.number, 0)
@@ -260,7 +263,7 @@ class FakeDevice:
         self.ring.check_frozen(step.plan, step.held)
         given, ours = step.masks
         same = given.keys() == ours.keys()
-        assert same and all(np.array_equal(given[row], ours[row]) for row in ours), (
+        assert same and all(np.array_equal(given[row].rows, ours[row].rows) for row in ours), (
             f"masks of step {step.number} changed after their launch"
         )
         with self._forward_queue():

@@ -18,6 +18,7 @@ import numpy as np
 from deepinfer_core.plans import (
     PHASES,
     PLACEHOLDER,
+    Masks,
     Phase,
     RowStatus,
     SequenceMetadata,
@@ -106,12 +107,12 @@ class FakeModel:
         self._open = (plan, sampled)
         self.num_rows += plan.output.num_rows
 
-    def sample(self, masks: Mapping[int, np.ndarray] | None = None) -> StepResult:
+    def sample(self, masks: Mapping[int, Masks] | None = None) -> StepResult:
         """Sample the step whose forward ran last, leave its carry, and return its result.
 
         Args:
-            masks: place in the plan -> [1 + drafts, ceil(V / 32)] int32 masks of allowed tokens,
-                of all drafts that the plan has, trimmed ones included.
+            masks: place in the plan -> what its rows may yield, behind all drafts that the plan
+                has, trimmed ones included.
         """
         assert self._open is not None, "sampling without a forward before it"
         plan, sampled = self._open

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepinfer_core.plans import PHASES, Admission, Logprobs, Phase, RowStatus, StepPlan, StepResult
+from deepinfer_core.plans import (
+    PHASES,
+    Admission,
+    Logprobs,
+    Masks,
+    Phase,
+    RowStatus,
+    StepPlan,
+    StepResult,
+)
 from deepinfer_core.testing.fake_trim import Confidence, best_lengths, survival_of
 from deepinfer_core.testing.reference import (
     allowed_token,
@@ -107,7 +116,7 @@ class FakeSampler:
         return best_lengths(self._survival[rows.slot], rows.num_drafts, total)
 
     def sample(
-        self, plan: StepPlan, done: Sampled, masks: Mapping[int, np.ndarray]
+        self, plan: StepPlan, done: Sampled, masks: Mapping[int, Masks]
     ) -> tuple[StepResult, Carry]:
         """Return the result of a step and its carry; `plan` is the step as it ran."""
         rows, status = plan.rows, done.status.copy()
@@ -119,7 +128,7 @@ class FakeSampler:
         hashes, seeds = done.hashes[places], self._seed[rows.slot]
         targets = next_token_rows(hashes, seeds[:, None], self.vocab_size)
         for row, mask in masks.items():
-            self._mask(targets[row], mask, int(done.planned[row]), int(rows.num_drafts[row]))
+            self._mask(targets[row], mask.rows, int(done.planned[row]), int(rows.num_drafts[row]))
         fed = done.token_ids[places[:, 1:]]
         right = fed == targets[:, :-1]
         right &= np.arange(self.num_drafts) < rows.num_drafts[:, None]
@@ -133,8 +142,12 @@ class FakeSampler:
         length = np.where(verify, done.start + 1 + accepted, done.start + rows.num_rows)
         tokens = targets[at_last]
         drafts = self._draft(mix_rows(hashes[at_last], tokens), seeds, rows.uid, length + 1)
+        certain = np.zeros(drafts.shape, dtype=np.bool_)
+        for row, mask in masks.items():
+            ahead = mask.forced[accepted[row] + 1 :][: self.num_drafts]
+            drafts[row, : len(ahead)], certain[row, : len(ahead)] = ahead, True
         drafts[failed] = 0
-        survival = self._survive(rows.slot, rows.uid, length + 1, rows.samples & ~failed)
+        survival = self._survive(rows.slot, rows.uid, length + 1, rows.samples & ~failed, certain)
         tag = np.where(rows.samples & (status != RowStatus.BAD_SOURCE), done.tag, -1)
         carry = Carry(tag, length, np.concatenate((tokens[:, None], drafts), axis=1))
         result = StepResult(
@@ -181,17 +194,24 @@ class FakeSampler:
         return drafts
 
     def _survive(
-        self, slot: np.ndarray, uid: np.ndarray, first: np.ndarray, drafted: np.ndarray
+        self,
+        slot: np.ndarray,
+        uid: np.ndarray,
+        first: np.ndarray,
+        drafted: np.ndarray,
+        certain: np.ndarray,
     ) -> np.ndarray | None:
         """Keep what is thought of drafts for positions `first + i`, and return it: [R, drafts].
 
         Args:
             slot, uid, first: [R] int64. drafted: [R] bool, others keep what they had.
+            certain: [R, drafts] bool, those that a grammar forces.
         """
         if self._confidence is None:
             return None
         positions = first[:, None] + np.arange(self.num_drafts)
         survival = survival_of(self._confidence(uid[:, None], positions))
+        survival[certain] = 1.0
         self._survival[slot[drafted]] = survival[drafted]
         return survival
 

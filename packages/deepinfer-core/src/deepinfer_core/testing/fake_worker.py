@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
-from deepinfer_core.plans import SequenceMetadata, StepPlan, StepResult
+from deepinfer_core.plans import Masks, SequenceMetadata, StepPlan, StepResult
 from deepinfer_core.scheduler import SchedulerLimits, Scrub
 from deepinfer_core.testing.fake_model import FakeModel
 from deepinfer_core.testing.fake_trim import Confidence
@@ -49,7 +47,7 @@ class FakeWorker:
         )
         self._queue: deque[StepPlan] = deque()
         self._open: StepPlan | None = None  # its forward ran, its sampling waits for masks
-        self._masks: dict[int, Mapping[int, np.ndarray]] = {}
+        self._masks: dict[int, Mapping[int, Masks]] = {}
         self._results: dict[int, StepResult] = {}
 
     @property
@@ -63,7 +61,7 @@ class FakeWorker:
         if not plan.output.delays_sampling:
             self._masks[plan.output.step_seq] = {}
 
-    def launch_sampling(self, plan: StepPlan, masks: Mapping[int, np.ndarray]) -> None:
+    def launch_sampling(self, plan: StepPlan, masks: Mapping[int, Masks]) -> None:
         """Queue the sampling of a step that delays it."""
         assert plan.output.delays_sampling and plan.output.step_seq not in self._masks, (
             f"sampling of step {plan.output.step_seq} is launched already"

@@ -104,24 +104,39 @@ class ScriptedGrammar:
         return len(self.accepted) >= self._length
 
     def allowed(self, produced: Sequence[int]) -> np.ndarray:
-        """Return which ids may follow, [V] bool; all of them behind the end."""
+        """Return which ids may follow, [V] bool; all of them behind the end.
+
+        In a third of the places, in runs of three or more, there is no choice.
+        """
         count = len(produced)
         if count >= self._length:
             return np.ones(VOCAB, dtype=np.bool_)
         state = mix(mix(self._key, count), produced[-1] if produced else VOCAB)
-        found: np.ndarray = mix_rows(np.array([state], dtype=np.uint64), _IDS) % np.uint64(3) > 0
+        drawn = mix_rows(np.array([state], dtype=np.uint64), _IDS) % np.uint64(3)
+        found: np.ndarray = drawn > (2 if mix(self._key, count // 3) % 3 == 0 else 0)
         found[state % VOCAB] = True
         return found
 
-    def fill(self, mask_row: np.ndarray) -> None:
-        """See `TokenConstraint.fill`."""
+    def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
+        """See `TokenConstraint.fill_window`."""
         if self.done:
             self.violations.append(f"asked for a mask after its end: {self.accepted}")
+        if len(rows) != len(drafts) + 1:
+            self.violations.append(f"asked for {len(rows)} masks of {len(drafts)} drafts")
         if self._fault == "fill" and len(self.accepted) >= 2:
             raise RuntimeError("no mask")
-        bits = np.zeros(len(mask_row) * 32, dtype=np.bool_)
-        bits[:VOCAB] = self.allowed(self.accepted)
-        mask_row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        produced = list(self.accepted)
+        rows[:] = 0
+        for row, draft in zip(rows, (*drafts, -1), strict=True):
+            if len(produced) >= self._length:
+                break
+            bits = np.zeros(len(row) * 32, dtype=np.bool_)
+            bits[:VOCAB] = self.allowed(produced)
+            row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+            if draft < 0 or not bits[draft]:
+                break
+            produced.append(draft)
+        return len(produced) - len(self.accepted)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `TokenConstraint.accept`."""
@@ -140,12 +155,14 @@ class ScriptedGrammar:
             self.accepted.append(token_id)
         return len(token_ids)
 
-    def rollback(self, count: int) -> None:
-        """See `TokenConstraint.rollback`."""
-        if count > len(self.accepted):
-            self.violations.append(f"{count} of {len(self.accepted)} tokens taken back")
-        if count:
-            del self.accepted[-count:]
+    def forced(self) -> Sequence[int]:
+        """See `TokenConstraint.forced`."""
+        if self.done:
+            self.violations.append(f"asked what is forced after its end: {self.accepted}")
+        produced = list(self.accepted)
+        while len(produced) < self._length and (allowed := self.allowed(produced)).sum() == 1:
+            produced.append(int(allowed.argmax()))
+        return produced[len(self.accepted) :]
 
 
 @dataclass

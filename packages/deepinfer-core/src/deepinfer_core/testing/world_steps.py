@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-import numpy as np
-
-from deepinfer_core.plans import StepPlan, StepResult
+from deepinfer_core.plans import Masks, StepPlan, StepResult
 from deepinfer_core.scheduler.settlement import Settlement
 from deepinfer_core.testing.fake_model import FakeModel
 from deepinfer_core.testing.world import World
@@ -34,7 +32,7 @@ class _Device:
         self._model = model
         self._queue: deque[StepPlan] = deque()
         self._open: StepPlan | None = None  # its forward ran, its sampling waits for masks
-        self._masks: dict[int, Mapping[int, np.ndarray]] = {}
+        self._masks: dict[int, Mapping[int, Masks]] = {}
         self._results: dict[int, StepResult | None] = {}
 
     def launch(self, plan: StepPlan) -> None:
@@ -42,7 +40,7 @@ class _Device:
         if not plan.output.delays_sampling:
             self._masks[plan.output.step_seq] = {}
 
-    def launch_sampling(self, plan: StepPlan, masks: Mapping[int, np.ndarray]) -> None:
+    def launch_sampling(self, plan: StepPlan, masks: Mapping[int, Masks]) -> None:
         assert not self.sampled(plan), "sampling is launched twice"
         self._masks[plan.output.step_seq] = masks
 
