@@ -539,6 +539,8 @@ def test_tags_that_are_refused(change: dict[str, Any], path: str) -> None:
     [
         (Spec.json_schema({"multipleOf": 0.1, "type": "number"}), "0.3", "0.31"),
         (Spec.json_schema({"properties": {"a": {"type": "string"}}}), '{"a":"x"}', '{"a":1}'),
+        (Spec.json_schema({"type": "integer", "multipleOf": 1.5}), "3.0", "3.5"),
+        (Spec.json_schema({"type": "number"}), "1e999999999", '"1"'),
         (Spec.json_object(), "{}", "[]"),
         (Spec.choice(["a", "b"]), "b", "c"),
         (Spec.json_schema(True), "1", "1 1"),

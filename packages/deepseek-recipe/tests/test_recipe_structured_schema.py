@@ -44,7 +44,9 @@ def reader(vocabulary: LLTokenizer, schema: Any) -> Accepts:
 OBJECT = {"type": "object", "additionalProperties": False}
 CASES: dict[str, tuple[Any, list[str], list[str]]] = {
     "anything": (True, ["1", '{"a": [null]}'], ["", "1,", "nul"]),
-    "blanks": ({"type": "array", "minItems": 1}, ["[1,2]", "[ 1 , 2 ]", "[\n  1\n]"], ["[]"]),
+    "blanks": ({"type": "array", "minItems": 1}, ["[1,2]", "[ 1, 2 ]", "[\n  1,\n\t2\n]"],
+               ["[]", "[1 ,2]", "[  1]", "[\n\n1]"]),
+    "blanks of any value": (True, ['{"a": [1, 2]}', '{\n  "a":1}'], ['{"a":  1}', "[\n\n1]"]),
     "not a type": ({"not": {"type": ["object", "integer"]}}, ["1.5", '"a"'], ["1", "1.0", "{}"]),
     "not a constant": ({"type": "string", "not": {"const": "a"}}, ['"b"', '"ab"', '""'], ['"a"']),
     "not some numbers": ({"type": "integer", "not": {"enum": [1, 3]}}, ["0", "2", "4"], ["1", "3"]),

@@ -58,7 +58,7 @@ def fill_windows(
         raise ConstraintError("", "a matcher is in the batch twice. Use `fork`.")
     if len(drafts) != len(matchers):
         raise ConstraintError("", f"{len(drafts)} lists of drafts for {len(matchers)} matchers.")
-    windows = [whole_numbers(each) for each in drafts]
+    windows = [whole_numbers(each) if each else [] for each in drafts]
     check_rows(rows, len(windows) + sum(map(len, windows)), vocabulary.num_words)
     num_words = vocabulary.num_words
     # The engine writes rows of its own length.
@@ -77,32 +77,25 @@ def fill_windows(
             vocabulary.executor.unsafe_compute_mask_ptr(
                 jobs, target.ctypes.data, 4 * num_words, len(target)
             )
-        failed = {number for number in asked if _failed(matchers[number], taken, number)}
+        for number in asked:
+            matchers[number].masked()
+            if (error := matchers[number].failure()) is not None:
+                taken[number] = error
         places = [
             (number, row + 1)
             for number, row in places
-            if number not in failed and _step(matchers[number], windows[number], taken, number)
+            if windows[number] and _step(matchers[number], windows[number], taken, number)
         ]
     for matcher, first, window, count in zip(matchers, firsts, windows, taken, strict=True):
-        behind = first if isinstance(count, ConstraintError) else first + count + 1
-        target[behind : first + len(window) + 1] = 0
-        if not isinstance(count, ConstraintError):
+        if isinstance(count, ConstraintError):
+            target[first : first + len(window) + 1] = 0
+        elif window:
+            target[first + count + 1 : first + len(window) + 1] = 0
             matcher.rollback(count)
     if not exact:
         rows[:, :num_words] = target
         rows[:, num_words:] = 0
     return taken
-
-
-def _failed(
-    matcher: Matcher | ReplyMatcher, taken: list[int | ConstraintError], number: int
-) -> bool:
-    """Take note of a mask that the engine made; return whether it has failed."""
-    matcher.masked()
-    error = matcher.failure()
-    if error is not None:
-        taken[number] = error
-    return error is not None
 
 
 def _step(
@@ -113,8 +106,7 @@ def _step(
 ) -> bool:
     """Accept the next draft of a window; return whether there is one and it was allowed."""
     count = taken[number]
-    assert isinstance(count, int), "a matcher that failed is left alone"
-    if count == len(window):
+    if isinstance(count, ConstraintError) or count == len(window):
         return False
     try:
         allowed = matcher.accept([window[count]]) == 1

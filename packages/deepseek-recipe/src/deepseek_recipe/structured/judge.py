@@ -15,6 +15,7 @@ from deepseek_recipe.structured.spec import Spec
 
 __all__ = ["fault_of"]
 
+_MAX_DIGITS = 400  # of a number that is worth an integer
 _MAX_CHARS = 1_000_000  # the library takes some seconds for more
 
 
@@ -34,8 +35,7 @@ def fault_of(spec: Spec, text: str) -> str | None:
     if spec.kind not in ("json_schema", "json_object") or len(text) > _MAX_CHARS:
         return None
     try:
-        # Decimals, so that 0.3 is a multiple of 0.1.
-        value = json.loads(text, parse_float=Decimal)
+        value = json.loads(text, parse_float=_number)
     except ValueError as wrong:
         return f"the text is not JSON: {wrong}"
     except RecursionError:
@@ -58,5 +58,13 @@ def _validator(content: str) -> Any:
     from referencing import Registry
 
     # References were found to be local when the constraint was compiled: nothing is fetched.
-    schema = json.loads(content, parse_float=Decimal)
+    schema = json.loads(content, parse_float=_number)
     return jsonschema.Draft202012Validator(schema, registry=Registry())
+
+
+def _number(text: str) -> Decimal | int:
+    """Return a number as written: 0.3 is a multiple of 0.1, and 1.0 an integer."""
+    value = Decimal(text)
+    if value.adjusted() < _MAX_DIGITS and value == value.to_integral_value():
+        return int(value)
+    return value

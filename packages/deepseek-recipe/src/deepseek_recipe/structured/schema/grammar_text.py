@@ -11,16 +11,20 @@ from llguidance import LLMatcher, LLTokenizer
 from deepseek_recipe.errors import ConstraintError
 from deepseek_recipe.json_text import dump_compact
 
-__all__ = ["COLON", "MARKS", "SEPARATOR", "Rules"]
+__all__ = ["ANY_JSON", "COLON", "MARKS", "SEPARATOR", "Rules"]
 
-_BLANKS = r"[ \t\n\r]{0,80}"
+# As writers of JSON lay it out: all in one line, or a line for each item with what indents it. A
+# model that is free to write any blanks may never come back from them.
+_BLANK = r"(?: |\n[ \t]{0,64})"
+ANY_JSON: dict[str, Any] = {"x-guidance": {"whitespace_pattern": _BLANK}}
+"""What any value is for `Rules.json`."""
 MARKS = {
-    "COLON": rf"/{_BLANKS}:{_BLANKS}/",
-    "SEPARATOR": rf"/{_BLANKS},{_BLANKS}/",
-    "OPEN_OBJECT": rf"/\{{{_BLANKS}/",
-    "CLOSE_OBJECT": rf"/{_BLANKS}\}}/",
-    "OPEN_ARRAY": rf"/\[{_BLANKS}/",
-    "CLOSE_ARRAY": rf"/{_BLANKS}\]/",
+    "COLON": rf"/:{_BLANK}?/",
+    "SEPARATOR": rf"/,{_BLANK}?/",
+    "OPEN_OBJECT": rf"/\{{{_BLANK}?/",
+    "CLOSE_OBJECT": rf"/{_BLANK}?\}}/",
+    "OPEN_ARRAY": rf"/\[{_BLANK}?/",
+    "CLOSE_ARRAY": rf"/{_BLANK}?\]/",
 }
 COLON, SEPARATOR = "COLON", "SEPARATOR"
 _MAX_RULES = 20_000
@@ -90,7 +94,7 @@ class Rules:
 
     @staticmethod
     def json(schema: dict[str, Any]) -> str:
-        """Return the symbol of a scalar that the engine itself understands."""
+        """Return the symbol of what the engine itself understands: a scalar, or any value."""
         return f"%json {dump_compact(schema)}"
 
     def text(self, start: str) -> str | None:
