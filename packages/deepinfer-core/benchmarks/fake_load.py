@@ -14,6 +14,7 @@ from deepinfer_core.plans import Logprobs, StepKind, StepPlan
 from deepinfer_core.scheduler import Scheduler, SchedulerLimits
 from deepinfer_core.testing.fake_device import FakeDevice
 from deepinfer_core.testing.fake_sampler import FakeSampler
+from deepinfer_core.testing.one_by_one import OneByOne
 from deepinfer_core.testing.virtual_clock import VirtualClock
 from deepinfer_core.types import Request, SamplingParams
 
@@ -23,7 +24,7 @@ VOCAB = 129_280  # of masks: as many as the real model has
 _CYCLE = 8  # of the grammar: one id in so many is refused
 
 
-class Grammar:
+class Grammar(OneByOne):
     """Refuses the ids `t` with `t % 8 == n % 4` after n tokens: cheap, and changes with each token.
 
     A real matcher costs more; what is measured is what surrounds it.

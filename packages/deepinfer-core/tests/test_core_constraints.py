@@ -19,9 +19,9 @@ from deepinfer_core.cli import main
 from deepinfer_core.engine.verification import Picks
 from deepinfer_core.metrics import Metrics
 from deepinfer_core.scheduler import SchedulerLimits
-from deepinfer_core.scheduler.constraints import ConstraintFailed, masks_of
-from deepinfer_core.scheduler.sequence import Sequence as Scheduled
+from deepinfer_core.scheduler.constraints import ConstraintFailed, Window, masks_of
 from deepinfer_core.testing.driven_loop import AnyToken
+from deepinfer_core.testing.one_by_one import OneByOne
 from deepinfer_core.testing.planners import RandomPlanner, ScriptedVerifier
 
 FOLDER = Path(__file__).parents[3] / "tests" / "conformance" / "model" / "tiny_a_fp"
@@ -32,7 +32,7 @@ class Refused(Exception):
     param, code, status_code = "constraint.regex", "unsupported_constraint", 400
 
 
-class Steps:
+class Steps(OneByOne):
     """A matcher of ids: at place n one of `choices[n]` may stand, and the text ends behind them.
 
     It trusts nobody: an advance or a question behind its end is an error.
@@ -142,9 +142,10 @@ class Raw(AnyToken):
 def masks(matcher: Any, drafts: Sequence[int], max_drafts: int = 3) -> tuple[list[Any], Any]:
     """Return the words of masks over 40 ids, and what is forced."""
     limits = SimpleNamespace(vocab_size=40, max_drafts=max_drafts)
-    sequence = SimpleNamespace(uid=1, constraint=matcher)
-    found = masks_of(cast(Scheduled, sequence), drafts, cast(SchedulerLimits, limits))
-    return found.rows.tolist(), found.forced
+    found, faults = masks_of({7: Window(matcher, drafts)}, cast(SchedulerLimits, limits))
+    if faults:
+        raise ConstraintFailed(faults[7])
+    return found[7].rows.tolist(), found[7].forced
 
 
 def test_rows_that_do_not_count_allow_any_token() -> None:
@@ -165,6 +166,31 @@ def test_matcher_for_which_rows_are_too_narrow_fails_with_its_own_words() -> Non
 
     with pytest.raises(ConstraintFailed, match=r"The grammar failed \(ValueError: 2 words\)"):
         masks(Narrow(), [])
+
+
+def test_rows_of_all_are_asked_at_once_and_one_that_fails_harms_no_other() -> None:
+    class Broken(AnyToken):
+        def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
+            raise ValueError("no")
+
+    class Silent(Steps):
+        def forced(self) -> Sequence[int]:
+            raise KeyError("never")
+
+    limits = cast(SchedulerLimits, SimpleNamespace(vocab_size=40, max_drafts=2))
+    windows = {
+        3: Window(Steps([[2], [3]]), [2, 9]),
+        5: Window(Broken(), [1]),
+        6: Window(Silent([[1]]), []),
+        8: Window(Raw(7, 0, forced=[4]), [1]),
+    }
+    found, faults = masks_of(windows, limits)
+    assert {place: each.rows.tolist() for place, each in found.items()} == {
+        3: [[4, 0], [8, 0], [-1, -1]],
+        8: [[7, 7], [-1, -1]],
+    }
+    assert found[8].forced == (4,)
+    assert "ValueError: no" in faults[5] and "KeyError: 'never'" in faults[6]
 
 
 def test_forced_tokens_are_asked_for_where_there_are_drafts_and_as_many_as_can_matter() -> None:

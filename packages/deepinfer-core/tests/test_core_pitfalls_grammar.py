@@ -10,6 +10,7 @@ import pytest
 
 from deepinfer_core.scheduler import SchedulerLimits
 from deepinfer_core.testing.driven_loop import VOCAB, DrivenLoop, make_request
+from deepinfer_core.testing.one_by_one import OneByOne
 from deepinfer_core.testing.reference import serial_reference
 from deepinfer_core.types import FinishReason, Request
 
@@ -28,7 +29,7 @@ DRAFTS = pytest.mark.parametrize("drafts", [0, 1, 5])
 Rule = Callable[[Sequence[int]], np.ndarray]
 
 
-class Grammar:
+class Grammar(OneByOne):
     """Allows what a rule says of the tokens so far, and ends after some number of them.
 
     It trusts nobody: it sees legal ids alone, each once, and never after its end.

@@ -32,7 +32,7 @@ Rules that hold for every op unless its text says otherwise
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -965,17 +965,22 @@ class TokenConstraint(Protocol):
     def done(self) -> bool:
         """Whether the grammar allows nothing but the end, or has ended."""
 
-    def fill_window(self, rows: np.ndarray, drafts: Sequence[int]) -> int:
-        """Write the masks before each draft and behind the last one; the state stays as it is.
+    @staticmethod
+    def fill_windows(
+        constraints: Sequence[Any], drafts: Sequence[Sequence[int]], rows: np.ndarray
+    ) -> Sequence[int | Exception]:
+        """Write masks before each draft of several texts and behind the last; states stay.
 
         Args:
-            rows: [len(drafts) + 1, words] int32, contiguous; words are ceil(V / 32) of the model's
-                vocabulary, which may be larger than the tokenizer's. Bit v % 32 of word v // 32 is
-                token v. Every word is written; behind the first refused draft, and behind the end,
-                all are 0.
-            drafts: proposed ids.
+            constraints: of different texts, and of classes that share this function.
+            drafts: proposed ids of each.
+            rows: [sum of len(drafts) + 1, words] int32, contiguous, one text behind the other;
+                words are ceil(V / 32) of the model's vocabulary, which may be larger than the
+                tokenizer's. Bit v % 32 of word v // 32 is token v. Every word is written; behind
+                the first refused draft of a text, and behind its end, all are 0.
+
         Returns:
-            How many drafts are allowed, from the front.
+            For each how many drafts are allowed, from the front, or what went wrong.
         """
 
     def accept(self, token_ids: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ from deepinfer_core.interfaces import VerifyPlanner
 from deepinfer_core.plans import Masks, Phase, StepKind, StepPlan, StepResult, StepRows
 from deepinfer_core.scheduler.budget import SchedulerLimits, check_prompt
 from deepinfer_core.scheduler.chunks import ChunkBudget
-from deepinfer_core.scheduler.constraints import ConstraintFailed, masks_of
+from deepinfer_core.scheduler.constraints import Window, masks_of
 from deepinfer_core.scheduler.cost_model import CostModel, OnlineCostModel
 from deepinfer_core.scheduler.counts import SchedulerCounts, counts_of
 from deepinfer_core.scheduler.decision import Ballot, decide
@@ -253,22 +253,21 @@ class Scheduler:
         To be asked when all steps before `plan` are settled. A request whose grammar fails ends;
         its row stays in the step as padding.
         """
-        lanes = self._roster.lanes
-        found = {}
+        lanes, rows = self._roster.lanes, plan.rows
         step = next(step for step in self._steps if step.plan is plan)
-        rows = plan.rows
         constrained = (lanes.all.traits[rows.slot] & CONSTRAINED) > 0
         masked = constrained & lanes.live[rows.slot] & rows.samples
+        windows = {}
         for row in np.flatnonzero(masked).tolist():
-            sequence = step.sequences[row]
             drafts = lanes.drafts[rows.slot[row], : rows.num_drafts[row]].tolist()
-            try:
-                found[row] = masks_of(sequence, drafts, self.limits)
-            except ConstraintFailed as error:
-                ended = self._roster.end(
-                    sequence, FinishReason.ERROR, str(error), code="constraint"
-                )
-                self._outbox.append(ended)
+            constraint = step.sequences[row].constraint
+            assert constraint is not None, f"row {row} has no grammar"
+            windows[row] = Window(constraint, drafts)
+        found, faults = masks_of(windows, self.limits)
+        for row, fault in faults.items():
+            sequence = step.sequences[row]
+            ended = self._roster.end(sequence, FinishReason.ERROR, fault, code="constraint")
+            self._outbox.append(ended)
         return found
 
     def settle(self, plan: StepPlan, result: StepResult) -> Settlement:

@@ -106,7 +106,7 @@ def _of_text(request: ConstrainedRequest, output: RequestOutput) -> Answer:
 
 def _of_chat(request: ConstrainedRequest, output: ChatOutput) -> Answer:
     message, raw = output.message, output.output
-    calls = message.get("tool_calls")
+    calls: Any = message.get("tool_calls")
     fault = raw.error or raw.constraint_fault
     if fault is None and output.malformed:
         fault = f"malformed: {output.malformed}"

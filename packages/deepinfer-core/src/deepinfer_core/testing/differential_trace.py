@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_core.testing.one_by_one import OneByOne
 from deepinfer_core.types import Request, SamplingParams
 
 __all__ = ["Layout", "ModuloGrammar", "Spec", "layout_for", "trace"]
@@ -17,7 +18,7 @@ TIGHT = 6  # quarters of the longest sequence
 _VOCAB = 300  # prompts have ids from 5 to here
 
 
-class ModuloGrammar:
+class ModuloGrammar(OneByOne):
     """Refuses the ids `t` with `(t + 5 * n + last) % 3 == 0` after n tokens of which one was last.
 
     Of every six tokens it leaves no choice for the last three.

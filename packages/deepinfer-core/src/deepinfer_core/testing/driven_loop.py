@@ -13,6 +13,7 @@ from deepinfer_core.interfaces import VerifyPlanner
 from deepinfer_core.plans import StepPlan
 from deepinfer_core.scheduler import Scheduler, SchedulerLimits
 from deepinfer_core.testing.fake_device import FakeDevice
+from deepinfer_core.testing.one_by_one import OneByOne
 from deepinfer_core.testing.reference import serial_reference
 from deepinfer_core.testing.virtual_clock import VirtualClock
 from deepinfer_core.types import Request, SamplingParams, SequenceUpdate
@@ -38,7 +39,7 @@ def make_request(uid: int, prompt: int | tuple[int, ...] = 5, **changes: Any) ->
     return Request(uid=uid, prompt_token_ids=ids, params=params, **named)
 
 
-class AnyToken:
+class AnyToken(OneByOne):
     """A grammar that allows everything; steps with it delay their sampling."""
 
     done = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deepinfer_core.scheduler import SchedulerLimits
+from deepinfer_core.testing.one_by_one import OneByOne
 from deepinfer_core.testing.reference import (
     EMPTY_HASH,
     mix,
@@ -79,7 +80,7 @@ class Wish:
     penalty: bool = False
 
 
-class ScriptedGrammar:
+class ScriptedGrammar(OneByOne):
     """A `TokenConstraint` whose allowed tokens depend on the number of tokens and the last one.
 
     The scheduler turns what a grammar raises into an error of its request, so breaches of the

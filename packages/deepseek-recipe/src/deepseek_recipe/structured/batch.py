@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from deepseek_recipe.errors import ConstraintError
-from deepseek_recipe.structured.matcher import Mask, Matcher, check_rows, whole_numbers
-from deepseek_recipe.structured.reply import ReplyMatcher
+from deepseek_recipe.structured.rows import Mask, check_rows, whole_numbers
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
 __all__ = ["fill_batch", "fill_windows"]
 
 
-def fill_batch(
-    matchers: Sequence[Matcher | ReplyMatcher], rows: Mask
-) -> dict[int, ConstraintError]:
+class Windowed(Protocol):
+    """What `Matcher` and `ReplyMatcher` have, which say what it means."""
+
+    @property
+    def vocabulary(self) -> TokenVocabulary:
+        """Whose tokens these are."""
+
+    @property
+    def engine(self) -> LLMatcher:
+        """The mask engine's part of the state; asked for only where `fill_known` is False."""
+
+    def fill_known(self, row: Mask) -> bool:
+        """Write the mask if that does not need the engine; return whether it was written."""
+
+    def masked(self) -> None:
+        """Take note that the engine has made the mask of this place."""
+
+    def failure(self) -> ConstraintError | None:
+        """Return what has gone wrong for good, if something has."""
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Advance; return how many were allowed."""
+
+    def rollback(self, count: int) -> None:
+        """Take back accepted tokens."""
+
+
+def fill_batch(matchers: Sequence[Windowed], rows: Mask) -> dict[int, ConstraintError]:
     """Write the masks of several matchers.
 
     Args:
@@ -33,7 +63,7 @@ def fill_batch(
 
 
 def fill_windows(
-    matchers: Sequence[Matcher | ReplyMatcher], drafts: Sequence[Sequence[int]], rows: Mask
+    matchers: Sequence[Windowed], drafts: Sequence[Sequence[int]], rows: Mask
 ) -> list[int | ConstraintError]:
     """Write the masks of several windows, as `Matcher.fill_window` does of one.
 
@@ -99,7 +129,7 @@ def fill_windows(
 
 
 def _step(
-    matcher: Matcher | ReplyMatcher,
+    matcher: Windowed,
     window: Sequence[int],
     taken: list[int | ConstraintError],
     number: int,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 
 import numpy as np
 from llguidance import LLMatcher
-from numpy.typing import NDArray
 
 from deepseek_recipe.errors import ConstraintError, shown
+from deepseek_recipe.structured.batch import fill_windows
+from deepseek_recipe.structured.rows import Mask, check_rows, whole_numbers
 from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
-__all__ = ["Mask", "Matcher", "check_rows", "whole_numbers"]
-
-Mask = NDArray[np.int32]
+__all__ = ["Matcher"]
 
 # Bytes without a choice that are still a constraint and not an attack: finding the tokens of this
 # many takes 40 ms.
@@ -32,6 +30,8 @@ class Matcher:
         engine: the mask engine's part of the state, for `fill_batch`.
         vocabulary: whose tokens these are.
     """
+
+    fill_windows = staticmethod(fill_windows)
 
     def __init__(
         self, engine: LLMatcher, vocabulary: TokenVocabulary, length: int = 0, ended: bool = False
@@ -270,39 +270,3 @@ class Matcher:
         return ConstraintError(
             "", f"after {self._length} tokens the constraint cannot be followed further: {cause}."
         )
-
-
-def check_rows(rows: Mask, num_rows: int | None, num_words: int) -> None:
-    """Refuse masks that do not fit: [num_rows, num_words or more], without `num_rows` one row.
-
-    Raises:
-        ConstraintError: shape, type or layout is another.
-    """
-    front = () if num_rows is None else (num_rows,)
-    if (
-        rows.dtype != np.int32
-        or rows.shape[:-1] != front
-        or rows.ndim != len(front) + 1
-        or rows.shape[-1] < num_words
-        or not rows.flags.c_contiguous
-        or not rows.flags.writeable
-    ):
-        raise ConstraintError(
-            "",
-            f"the mask is {rows.dtype} {list(rows.shape)}; allowed: int32 "
-            f"{[*front, num_words]} or wider, contiguous and writeable.",
-        )
-
-
-def whole_numbers(values: Sequence[int]) -> list[int]:
-    """Return whole numbers, of any type that has them, as Python's.
-
-    Raises:
-        ConstraintError: one is something else.
-    """
-    try:
-        if not any(isinstance(value, bool) for value in values):
-            return [index(value) for value in values]
-    except TypeError:
-        pass
-    raise ConstraintError("", f"{shown(values)} holds something else than whole numbers.")

@@ -18,8 +18,10 @@ import numpy as np
 from llguidance import LLMatcher
 
 from deepseek_recipe.errors import ConstraintError, shown
+from deepseek_recipe.structured.batch import fill_windows
 from deepseek_recipe.structured.grammar import Grammar
-from deepseek_recipe.structured.matcher import Mask, Matcher, check_rows, whole_numbers
+from deepseek_recipe.structured.matcher import Matcher
+from deepseek_recipe.structured.rows import Mask, check_rows, whole_numbers
 from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
 __all__ = ["Free", "ReplyGrammar", "ReplyMatcher"]
@@ -84,6 +86,8 @@ class ReplyMatcher:
 
     A token's mask bit is set exactly when `accept` takes it.
     """
+
+    fill_windows = staticmethod(fill_windows)
 
     def __init__(self, grammar: ReplyGrammar) -> None:
         """Start a reply; `ReplyGrammar.matcher` makes these."""
