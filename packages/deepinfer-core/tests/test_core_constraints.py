@@ -102,7 +102,7 @@ class Recipe:
     def grammar(self, constraint: Mapping[str, Any]) -> Grammar:
         self.compiled.append(constraint)
         if "choice" in constraint:
-            return Grammar(constraint["choice"][0])
+            return Grammar(constraint["choice"][0], warnings=("a note",))
         if "ids" in constraint:
             return Grammar("", lambda: Steps(constraint["ids"]))
         raise Refused(f"{next(iter(constraint))} is beyond it")
@@ -268,7 +268,7 @@ def test_finished_text_is_judged(llm: LLM, scripted: Any, recipe: Recipe) -> Non
     texts = iter(["a", "b"])
     scripted.script = lambda request: iter(spelled(llm, next(texts)))
     good, bad = llm.generate([[10], [11]], A)
-    assert (good.text, good.constraint_fault) == ("a", None)
+    assert (good.text, good.constraint_fault, good.constraint_warnings) == ("a", None, ("a note",))
     assert (bad.text, bad.constraint_fault) == ("b", "it is not 'a'")
     assert bad.finish_reason is FinishReason.STOP and bad.error is None
     assert scripted.constrained == ["valid", "invalid"]
@@ -343,6 +343,7 @@ def test_flag_and_lines_state_constraints(run: Any, llm: LLM, scripted: Any, rec
     status, lines, _ = run("-", *flag, stdin=line + b"\n" + other)
     assert status == 0 and recipe.compiled == [{"choice": ["b"]}, {"choice": ["a"]}]
     assert [line.get("constraint_fault") for line in lines] == [None, "it is not 'a'"]
+    assert [line["constraint_warnings"] for line in lines] == [["a note"]] * 2
 
 
 @pytest.mark.parametrize("value", ["{", "[1]", "null", "{}"])

@@ -416,7 +416,8 @@ class LLM:
                 fault = None if text is None else ready.grammar.fault_of(text)
                 result = "valid" if fault is None else "invalid"
             self.engine.observe_constrained(result)
-            output = replace(output, constraint_fault=fault)
+            warnings = tuple(ready.grammar.warnings)
+            output = replace(output, constraint_fault=fault, constraint_warnings=warnings)
         live.sink.append(output)
 
 

@@ -139,6 +139,8 @@ class RequestOutput:
             `SequenceUpdate` when it failed while it ran.
         constraint_fault: why the finished text does not satisfy the request's constraint; None
             where it does, where there is none, and where the text was cut.
+        constraint_warnings: of a finished request: what its constraint names that is not enforced,
+            since it only describes.
         determinism: the mode the request ran in.
         bounded_replay: which replay was really used: "off", "encoder", "decoder" or "both".
         num_preemptions: how often it was taken off the device and recomputed.
@@ -159,6 +161,7 @@ class RequestOutput:
     error_param: str | None = None
     error_code: str | None = None
     constraint_fault: str | None = None
+    constraint_warnings: tuple[str, ...] = ()
     determinism: str = "normal"
     bounded_replay: str = "off"
     num_preemptions: int = 0

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from deepinfer_core.cli.jsonl import constraint_notes
 from deepinfer_core.errors import RequestError
 from deepinfer_core.types import ChatOutput
 
@@ -69,8 +70,7 @@ def chat_line(output: ChatOutput, conversation: Conversation) -> dict[str, objec
         }
         notes = {"malformed": output.malformed, "overridden": output.overridden}
         line |= {name: list(texts) for name, texts in notes.items() if texts}
-        if output.output.constraint_fault is not None:
-            line["constraint_fault"] = output.output.constraint_fault
+        line |= constraint_notes(output.output)
     error, raw = conversation.error, output.output
     message = raw.error if error is None else str(error)
     if message is not None:

@@ -147,8 +147,9 @@ def generate(
 
     A line comes as soon as all before it are there. It has index, prompt_token_ids, token_ids,
     text, finish_reason and, if asked for, logprobs and prompt_logprobs; constraint_fault says why
-    a finished text does not satisfy its constraint. If the prompt failed, it has an error too; if
-    it was refused, index and error only. The exit status is then 1.
+    a finished text does not satisfy its constraint, constraint_warnings what of it is not enforced.
+    If the prompt failed, it has an error too; if it was refused, index and error only. The exit
+    status is then 1.
 
     With --chat a line has index, message, finish_reason, logprobs and usage.
     """

@@ -17,7 +17,14 @@ from deepinfer_core.config import did_you_mean
 from deepinfer_core.errors import OutputError, RequestError, shown
 from deepinfer_core.types import RequestOutput, SamplingParams, TokenLogprob
 
-__all__ = ["Item", "LineWriter", "OrderedLines", "output_line", "read_items"]
+__all__ = [
+    "Item",
+    "LineWriter",
+    "OrderedLines",
+    "constraint_notes",
+    "output_line",
+    "read_items",
+]
 
 _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("prompt", (str,), "a text"),
@@ -110,9 +117,17 @@ def _produced(output: RequestOutput) -> dict[str, object]:
         values: tuple[TokenLogprob, ...] | None = getattr(output, name)
         if values is not None:
             line[name] = [_logprob(value) for value in values]
+    return line | constraint_notes(output)
+
+
+def constraint_notes(output: RequestOutput) -> dict[str, object]:
+    """Return what a line says of a request's constraint, where there is something to say."""
+    notes: dict[str, object] = {}
     if output.constraint_fault is not None:
-        line["constraint_fault"] = output.constraint_fault
-    return line
+        notes["constraint_fault"] = output.constraint_fault
+    if output.constraint_warnings:
+        notes["constraint_warnings"] = list(output.constraint_warnings)
+    return notes
 
 
 def _error(output: RequestOutput, item: Item) -> dict[str, object] | None:
