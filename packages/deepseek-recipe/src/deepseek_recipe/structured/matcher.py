@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import LLMatcher
 
-from deepseek_recipe.errors import ConstraintError, shown
+from deepseek_recipe.errors import ConstraintError
 from deepseek_recipe.structured.batch import fill_windows
-from deepseek_recipe.structured.rows import Mask, check_rows, whole_numbers
+from deepseek_recipe.structured.rows import Mask, check_rows, checked_rollback, whole_numbers
 from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
 __all__ = ["Matcher"]
@@ -113,11 +113,7 @@ class Matcher:
         Raises:
             ConstraintError: fewer were accepted.
         """
-        [count] = whole_numbers([count])
-        if not 0 <= count <= self._length:
-            raise ConstraintError(
-                "", f"roll-back of {shown(count)} tokens; allowed: 0 to {self._length}, all so far."
-            )
+        count = checked_rollback(count, self._length)
         if count == 0:
             return
         self._length -= count

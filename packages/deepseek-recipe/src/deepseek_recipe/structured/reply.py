@@ -17,11 +17,11 @@ from functools import cached_property
 import numpy as np
 from llguidance import LLMatcher
 
-from deepseek_recipe.errors import ConstraintError, shown
+from deepseek_recipe.errors import ConstraintError
 from deepseek_recipe.structured.batch import fill_windows
 from deepseek_recipe.structured.grammar import Grammar
 from deepseek_recipe.structured.matcher import Matcher
-from deepseek_recipe.structured.rows import Mask, check_rows, whole_numbers
+from deepseek_recipe.structured.rows import Mask, check_rows, checked_rollback, whole_numbers
 from deepseek_recipe.structured.vocabulary import TokenVocabulary
 
 __all__ = ["Free", "ReplyGrammar", "ReplyMatcher"]
@@ -157,13 +157,7 @@ class ReplyMatcher:
         Raises:
             ConstraintError: fewer were accepted.
         """
-        [count] = whole_numbers([count])
-        if not 0 <= count <= self.num_accepted:
-            raise ConstraintError(
-                "",
-                f"roll-back of {shown(count)} tokens; allowed: 0 to {self.num_accepted}, "
-                "all so far.",
-            )
+        count = checked_rollback(count, self.num_accepted)
         if self._inner is not None:
             inside = min(count, self._inner.num_accepted)
             self._inner.rollback(inside)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deepseek_recipe.errors import ConstraintError, shown
 
-__all__ = ["Mask", "check_rows", "whole_numbers"]
+__all__ = ["Mask", "check_rows", "checked_rollback", "whole_numbers"]
 
 Mask = NDArray[np.int32]
 
@@ -49,3 +49,17 @@ def whole_numbers(values: Sequence[int]) -> list[int]:
     except TypeError:
         pass
     raise ConstraintError("", f"{shown(values)} holds something else than whole numbers.")
+
+
+def checked_rollback(count: int, length: int) -> int:
+    """Return how many tokens are to be taken back.
+
+    Raises:
+        ConstraintError: it is no number from 0 to `length`, all that were accepted.
+    """
+    [count] = whole_numbers([count])
+    if not 0 <= count <= length:
+        raise ConstraintError(
+            "", f"roll-back of {shown(count)} tokens; allowed: 0 to {length}, all so far."
+        )
+    return count
