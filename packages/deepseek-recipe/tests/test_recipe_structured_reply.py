@@ -552,6 +552,50 @@ def test_a_second_opinion_of_finished_texts(spec: Spec, right: str, wrong: str) 
     assert compile(Spec.regex("a"), recipe("v41").token_vocabulary).fault_of("b") is None
 
 
+ANSWER = {"type": "object", "properties": {"a": {"type": "null"}}}
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    ("protocol", "fields"),
+    [
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": ANSWER}}},
+        ),
+        ("chat", {"structured_outputs": {"json": ANSWER}}),
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": ANSWER}}},
+        ),
+        ("responses", {"structured_outputs": {"json": json.dumps(ANSWER)}}),
+        ("messages", {"structured_outputs": {"json": ANSWER}, "max_tokens": 50}),
+    ],
+    ids=str,
+)
+def test_every_protocol_has_its_answer_enforced_behind_reasoning(
+    protocol: str, fields: dict[str, Any], thinks: bool
+) -> None:
+    body: dict[str, Any] = {**fields, "messages": ASK["messages"]}
+    if protocol == "responses":
+        body = {**fields, "input": "x", "reasoning": {"effort": "high" if thinks else "none"}}
+    elif thinks:
+        body["thinking"] = {
+            "type": "enabled",
+            **({} if protocol == "chat" else {"budget_tokens": 9}),
+        }
+    else:
+        body["thinking"] = {"type": "disabled"}
+    found = recipe("v4").prepare(body, protocol).grammar()
+    assert found is not None
+    reply = [*plain('{"a":null}'), EOS]
+    if thinks:
+        reply = [*plain("{}"), THINK_END, *reply]
+    assert found.matcher().accept(reply) == len(reply)
+    wrong = [*(plain("x") if thinks else ()), *([THINK_END] if thinks else ()), *plain('{"a":1}')]
+    assert found.matcher().accept(wrong) < len(wrong)
+
+
 def test_a_request_that_cannot_be_enforced_is_refused_with_its_place() -> None:
     schema = {"type": "object", "properties": {"a": {"pattern": "(?=x)"}}}
     form = {"type": "json_schema", "json_schema": {"schema": schema, "name": "x"}}
