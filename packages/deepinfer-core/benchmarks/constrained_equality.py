@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500, help="requests (default: 500)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-sequences", type=int, default=32)
+    parser.add_argument("--only", default="", help="variants whose names have this in them")
     parser.add_argument("--accelerator", default=None)
     parser.add_argument("--out", type=Path, default=None, help="file to append JSON lines to")
     given = parser.parse_args()
@@ -76,6 +77,8 @@ def main() -> None:
     first: list[Answer] | None = None
     failed = False
     for name, options in VARIANTS.items():
+        if first is not None and given.only not in name:
+            continue
         answers, figures = run(
             {
                 "accelerator": given.accelerator,
@@ -93,21 +96,23 @@ def main() -> None:
             if answer.fault is not None and answer.ended != "length"
         ]
         cut = sum(answer.ended == "length" for answer in answers)
-        unequal = sum(a != b for a, b in zip(first, answers, strict=True))
+        differing = [place for place, a in enumerate(first) if a != answers[place]]
         kinds = Counter(request.kind for request in requests)
-        failed = failed or bool(wrong or unequal)
+        failed = failed or bool(wrong or differing)
         line = {
             "variant": name,
             "answers": len(answers),
             "valid": len(answers) - len(wrong) - cut,
             "out_of_tokens": cut,
-            "unequal": unequal,
+            "unequal": len(differing),
             **figures,
             "kinds": dict(kinds),
         }
         report("constrained_equality", line, given.out)
         for kind, fault in wrong[:10]:
             print(f"  {kind}: {fault}", file=sys.stderr)
+        for place in differing[:10]:
+            print(f"  {place}: {first[place]}\n  {answers[place]}", file=sys.stderr)
     sys.exit(failed)
 
 

@@ -318,6 +318,43 @@ def test_windows_of_a_batch_equal_one_by_one() -> None:
         fill_windows(matchers[:2], [[]], rows[:2])
 
 
+TWO_WAYS = {
+    "type": "object",
+    "properties": {
+        "job": {"type": "string"},
+        "home": {"type": "object", "properties": {}, "additionalProperties": False},
+    },
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("how", ["window", "batch", "rollback", "fork"])
+def test_a_way_that_was_not_taken_leaves_nothing_behind(how: str) -> None:
+    """Masks are made along one way; then the text goes another one of the same length."""
+    found = compile(Spec.json_schema(TWO_WAYS), vocabulary("real"))
+    tokenizer = PromptTokenizer.packaged()
+    one, two = (tokenizer.encode_plain(text) for text in ('{"home":', '{"job":'))
+    assert len(one) == len(two)
+    matcher = found.matcher()
+    words = vocabulary("real").num_words
+    rows = np.empty((len(one) + 1, words), np.int32)
+    if how == "window":
+        assert matcher.fill_window(rows, one) == len(one)
+    elif how == "batch":
+        assert fill_windows([matcher], [one], rows) == [len(one)]
+    else:
+        ahead = matcher.fork() if how == "fork" else matcher
+        for token in one:
+            mask(ahead)
+            assert ahead.accept([token]) == 1
+        mask(ahead)
+        if how == "rollback":
+            matcher.rollback(len(one))
+    fresh = found.matcher()
+    assert matcher.accept(two) == fresh.accept(two) == len(two)
+    assert (mask(matcher) == mask(fresh)).all()
+
+
 def test_batch_refuses_what_does_not_go_together() -> None:
     matcher = grammar("array").matcher()
     rows = np.empty((2, vocabulary("toy").num_words), np.int32)

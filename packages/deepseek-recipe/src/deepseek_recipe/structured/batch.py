@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
@@ -41,8 +41,8 @@ class Windowed(Protocol):
     def accept(self, token_ids: Sequence[int]) -> int:
         """Advance; return how many were allowed."""
 
-    def rollback(self, count: int) -> None:
-        """Take back accepted tokens."""
+    def fork(self) -> Self:
+        """Return an independent copy."""
 
 
 def fill_batch(matchers: Sequence[Windowed], rows: Mask) -> dict[int, ConstraintError]:
@@ -97,31 +97,34 @@ def fill_windows(
     taken: list[int | ConstraintError] = [0] * len(matchers)
     firsts = np.cumsum([0, *(len(each) + 1 for each in windows[:-1])]).tolist()
     places = list(enumerate(firsts))  # of matchers that have a mask to come: number, row
+    ahead = [
+        each.fork() if each_window else each
+        for each, each_window in zip(matchers, windows, strict=True)
+    ]
     while places:
         jobs, asked = [], []
         for number, row in places:
-            if not matchers[number].fill_known(target[row]):
-                jobs.append((matchers[number].engine, row))
+            if not ahead[number].fill_known(target[row]):
+                jobs.append((ahead[number].engine, row))
                 asked.append(number)
         if jobs:
             vocabulary.executor.unsafe_compute_mask_ptr(
                 jobs, target.ctypes.data, 4 * num_words, len(target)
             )
         for number in asked:
-            matchers[number].masked()
-            if (error := matchers[number].failure()) is not None:
+            ahead[number].masked()
+            if (error := ahead[number].failure()) is not None:
                 taken[number] = error
         places = [
             (number, row + 1)
             for number, row in places
-            if windows[number] and _step(matchers[number], windows[number], taken, number)
+            if windows[number] and _step(ahead[number], windows[number], taken, number)
         ]
-    for matcher, first, window, count in zip(matchers, firsts, windows, taken, strict=True):
+    for first, window, count in zip(firsts, windows, taken, strict=True):
         if isinstance(count, ConstraintError):
             target[first : first + len(window) + 1] = 0
         elif window:
             target[first + count + 1 : first + len(window) + 1] = 0
-            matcher.rollback(count)
     if not exact:
         rows[:, :num_words] = target
         rows[:, num_words:] = 0

@@ -44,7 +44,7 @@ class Grammar:
 
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of a text."""
-        return Matcher(self._engine.deep_copy(), self._vocabulary)
+        return Matcher(self._engine, self._vocabulary)
 
     def fault_of(self, text: str) -> str | None:
         """Return why a finished text does not satisfy the constraint, by a library of its own.

@@ -33,14 +33,18 @@ class Matcher:
 
     fill_windows = staticmethod(fill_windows)
 
-    def __init__(
-        self, engine: LLMatcher, vocabulary: TokenVocabulary, length: int = 0, ended: bool = False
-    ) -> None:
-        """Take the engine's state; `Grammar.matcher` makes these."""
-        self.engine = engine
+    def __init__(self, origin: LLMatcher, vocabulary: TokenVocabulary) -> None:
+        """Begin a text; `Grammar.matcher` makes these.
+
+        Args:
+            origin: the engine's state at the beginning, which is copied and left alone.
+            vocabulary: whose tokens these are.
+        """
+        self.engine = origin.deep_copy()
         self.vocabulary = vocabulary
-        self._length = length  # tokens that were accepted, the end included
-        self._ended = ended  # the last of them ended the text; the engine does not know it
+        self._origin = origin
+        self._ids: list[int] = []  # accepted tokens, the end left out
+        self._ended = False  # the end was accepted; the engine does not know it
         # Runs of tokens without a choice, and the length at which each begins. Finding one takes
         # time by the length of the forced text, so it is done once. All are kept: after a roll-back
         # into a run its rest must be what it was, and from the middle of a text the tokenizer may
@@ -53,7 +57,11 @@ class Matcher:
     @property
     def num_accepted(self) -> int:
         """Accepted tokens that were not rolled back."""
-        return self._length
+        return len(self._ids) + self._ended
+
+    @property
+    def _length(self) -> int:
+        return self.num_accepted
 
     @property
     def ended(self) -> bool:
@@ -110,28 +118,36 @@ class Matcher:
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens; an accepted end counts as one.
 
+        Reads what is left again, which takes some microseconds a token. To look ahead and come
+        back, `fork` is the better way.
+
         Raises:
             ConstraintError: fewer were accepted.
         """
         count = checked_rollback(count, self._length)
         if count == 0:
             return
-        self._length -= count
+        # Not by the engine's own roll-back: it keeps rows of its parser that a mask has made, and
+        # takes them for those of another text of the same length. Nor does it count the bytes of
+        # tokens right that a grammar names by their ids.
+        del self._ids[len(self._ids) + self._ended - count :]
+        self._ended = False
         self._free_at = self._masked_at = -1
         while self._runs and self._runs[-1][0] > self._length:
             self._runs.pop()
-        if self._ended:
-            self._ended = False
-            count -= 1
-        if count and not self.engine.rollback(count):
-            self._check()
-            raise AssertionError("the engine refuses a roll-back of what it accepted")
+        self.engine = self._origin.deep_copy()
+        taken = self.engine.try_consume_tokens(self._ids)
+        self._check()
+        assert taken == len(self._ids), "the engine refuses what it accepted before"
 
     def fork(self) -> Matcher:
         """Return an independent copy."""
-        copy = Matcher(self.engine.deep_copy(), self.vocabulary, self._length, self._ended)
-        copy._runs, copy._free_at = self._runs.copy(), self._free_at
-        copy._masked_at, copy._refusal = self._masked_at, self._refusal
+        copy = Matcher.__new__(Matcher)
+        copy.engine = self.engine.deep_copy()
+        copy.vocabulary, copy._origin = self.vocabulary, self._origin
+        copy._ids, copy._ended, copy._runs = self._ids.copy(), self._ended, self._runs.copy()
+        copy._free_at, copy._masked_at = self._free_at, self._masked_at
+        copy._refusal = self._refusal
         return copy
 
     def forced(self) -> list[int]:
@@ -159,21 +175,20 @@ class Matcher:
             How many drafts the grammar allows, from the front.
 
         Raises:
-            ConstraintError: the rows do not fit, or the grammar became too complex; the matcher
-                has then failed for good.
+            ConstraintError: the rows do not fit, or the grammar became too complex.
         """
         check_rows(rows, len(drafts) + 1, self.vocabulary.num_words)
         ids = whole_numbers(drafts)
         taken = 0
         address, width = rows.ctypes.data, rows.strides[0]
-        self._fill(rows[0], address)
+        ahead = self.fork() if ids else self
+        ahead._fill(rows[0], address)
         for draft in ids:
-            if not self._accept(draft):
+            if not ahead._accept(draft):
                 break
             taken += 1
-            self._fill(rows[taken], address + taken * width)
+            ahead._fill(rows[taken], address + taken * width)
         rows[taken + 1 :] = 0
-        self.rollback(taken)
         return taken
 
     def _accept(self, token_id: int) -> bool:
@@ -184,7 +199,6 @@ class Matcher:
             if not engine.is_accepting():
                 return False
             self._ended = True
-            self._length += 1
             return True
         # The mask allows only this one of the tokens that spell a forced text.
         self._look_ahead()
@@ -193,7 +207,7 @@ class Matcher:
         if not engine.try_consume_tokens([token_id]):
             self._check()
             return False
-        self._length += 1
+        self._ids.append(token_id)
         return True
 
     def fill_known(self, row: Mask) -> bool:

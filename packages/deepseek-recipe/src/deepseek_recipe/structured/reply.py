@@ -158,16 +158,24 @@ class ReplyMatcher:
             ConstraintError: fewer were accepted.
         """
         count = checked_rollback(count, self.num_accepted)
-        if self._inner is not None:
-            inside = min(count, self._inner.num_accepted)
+        inside = 0 if self._inner is None else min(count, self._inner.num_accepted)
+        count -= inside
+        if self._inner is not None and not count:
             self._inner.rollback(inside)
-            count -= inside
         if count:
             del self._free[-count:]
             self._ended = False
             while self._borders and self._borders[-1] > len(self._free):
                 self._borders.pop()
                 self._inner = None
+
+    def fork(self) -> ReplyMatcher:
+        """Return an independent copy."""
+        copy = ReplyMatcher(self._grammar)
+        copy._borders, copy._free = self._borders.copy(), self._free.copy()
+        copy._ended = self._ended
+        copy._inner = None if self._inner is None else self._inner.fork()
+        return copy
 
     def fill_window(self, rows: Mask, drafts: Sequence[int]) -> int:
         """Write the masks before each draft and behind the last one, as `Matcher.fill_window`."""
