@@ -445,10 +445,10 @@ MARKUP = CallMarkup(MARK, " calls", " invoke", " parameter", "\n")
         (
             {
                 "type": "object",
-                "properties": {'a" string="': {"type": "null"}},
+                "properties": {'a" string=': {"type": "null"}},
                 "additionalProperties": False,
             },
-            '/properties/a" string="',
+            '/properties/a" string=',
             "rename",
         ),
     ],
@@ -509,6 +509,44 @@ def test_structural_tags(text: str, right: bool) -> None:
     assert (matcher.accept(ids) == len(ids)) == right
 
 
+def test_values_of_any_kind_beside_others_take_blanks() -> None:
+    """The engine fails where two kinds of blanks may follow."""
+    for schema, text in (
+        (
+            {
+                "anyOf": [
+                    {"type": "object", "properties": {"a": {"type": "string"}}},
+                    {"type": "object"},
+                ]
+            },
+            '{"a": "x", "b": [1, 2]}',
+        ),
+        (
+            {
+                "anyOf": [
+                    {"type": "array", "minItems": 1},
+                    {"type": "array", "items": {"type": "string"}},
+                ]
+            },
+            '["a", "b"]',
+        ),
+        ({"type": "array", "contains": {"type": "number"}}, "[ 1, {}]"),
+    ):
+        matcher = compile(Spec.json_schema(schema), recipe("v41").token_vocabulary).matcher()
+        for token in plain(text):
+            assert token in allowed(matcher) and matcher.accept([token]) == 1
+
+
+def test_a_grammar_that_the_engine_has_spoilt_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, vocabulary = Spec.choice(["spoilt"]), recipe("v41").token_vocabulary
+    first = compile(spec, vocabulary)
+    assert compile(spec, vocabulary) is first
+    monkeypatch.setattr(type(first), "is_broken", property(lambda self: self is first))
+    assert compile(spec, vocabulary) is not first
+
+
 @pytest.mark.parametrize(
     ("change", "path"),
     [
@@ -517,6 +555,7 @@ def test_structural_tags(text: str, right: bool) -> None:
         ({"triggers": ["<g="]}, "/structures/0/begin"),
         ({"triggers": ["=", "!"]}, "/structures/0/begin"),
         ({"structures": [{"begin": "!", "schema": True}]}, "/structures/0"),
+        ({"structures": [{"begin": "!", "schema": True, "end": "5"}]}, "/structures/0/end"),
         ({"structures": [{"begin": "!", "schema": True, "end": 1}]}, "/structures/0/end"),
         (
             {"structures": [{"begin": "!", "schema": {"items": {"type": "x"}}, "end": ""}]},
@@ -532,6 +571,22 @@ def test_tags_that_are_refused(change: dict[str, Any], path: str) -> None:
     assert caught.value.path == path
     with pytest.raises(ConstraintError, match="not JSON"):
         compile(Spec.structural_tag("{"), recipe("v41").token_vocabulary)
+
+
+def test_a_second_opinion_is_soon_given_and_never_fails() -> None:
+    doubled: dict[str, Any] = {
+        f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(24)
+    }
+    slow = "a" * 40 + "!"
+    for schema, text in (
+        ({"type": "number"}, "1e99999999999999999999"),
+        ({"type": "integer"}, "9" * 5000),
+        ({"enum": [slow], "not": {"pattern": "^(a+)+$"}}, json.dumps(slow)),
+        ({"$ref": "#/$defs/d0", "$defs": {**doubled, "d24": True}}, "1"),
+        ({"type": "string", "pattern": "^\\W+$"}, '"é"'),
+    ):
+        found = compile(Spec.json_schema(schema), recipe("v41").token_vocabulary)
+        assert found.fault_of(text) is None, schema
 
 
 @pytest.mark.parametrize(

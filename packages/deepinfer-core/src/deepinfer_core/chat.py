@@ -17,7 +17,15 @@ from deepinfer_core.types import (
     TokenLogprob,
 )
 
-__all__ = ["ChatReader", "ChatRequest", "Conversations", "Follower", "bodies_of", "switches_of"]
+__all__ = [
+    "ChatReader",
+    "ChatRequest",
+    "Conversations",
+    "Follower",
+    "bodies_of",
+    "judge",
+    "switches_of",
+]
 
 Message = Mapping[str, object]
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
@@ -139,6 +147,17 @@ class ChatReader:
             return self._recipe.grammar(constraint)
         except self._recipe.request_error as error:
             raise _refused(error, "constraint") from error
+
+
+def judge(grammar: OutputGrammar, text: str) -> str | None:
+    """Return why a finished text does not satisfy its constraint, None also where nobody can tell.
+
+    The check is a net below the masks: one that fails itself is nobody's fault.
+    """
+    try:
+        return grammar.fault_of(text)
+    except Exception:
+        return None
 
 
 def bodies_of(

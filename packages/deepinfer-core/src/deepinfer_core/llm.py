@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from tokenizers import Tokenizer
 
-from deepinfer_core.chat import ChatReader, Conversations, Follower, bodies_of, switches_of
+from deepinfer_core.chat import ChatReader, Conversations, Follower, bodies_of, judge, switches_of
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.engine.engine import Engine, build_engine
 from deepinfer_core.engine.interrupt import undivided
@@ -413,7 +413,7 @@ class LLM:
             result, fault = "unfinished", None
             if live.builder.is_whole:
                 text = output.text if ready.follower is None else ready.follower.answer(output)
-                fault = None if text is None else ready.grammar.fault_of(text)
+                fault = None if text is None else judge(ready.grammar, text)
                 result = "valid" if fault is None else "invalid"
             self.engine.observe_constrained(result)
             warnings = tuple(ready.grammar.warnings)

@@ -72,6 +72,12 @@ class BoundedCache(Generic[K, V]):
         mine.result.set_result(value)
         return value
 
+    def drop(self, key: K) -> None:
+        """Forget a key, so that it is made again."""
+        with self._lock:
+            if key in self._entries:
+                self._drop(key)
+
     def _shrink(self) -> None:
         while self._entries and (
             len(self._entries) > self._max_entries or self._weight > self._max_weight

@@ -23,9 +23,7 @@ __all__ = ["Grammar", "build", "compile", "kept", "lower"]
 # Characters of engine text. 1 M characters of alternatives take the engine about as long as a
 # constraint may take in all.
 _MAX_LOWERED_CHARS = 2_000_000
-# Grammars of more characters are tried with a few tokens; smaller ones are not wide enough to fail.
-_LARGE = 20_000
-_PROBED = 4
+_PROBED = 4  # tokens with which a grammar is tried
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): *")
 
 
@@ -45,6 +43,13 @@ class Grammar:
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of a text."""
         return Matcher(self._engine, self._vocabulary)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a fault of the engine in one text has spoilt what all texts share."""
+        copy = self._engine.deep_copy()
+        copy.compute_bitmask()
+        return copy.is_error()
 
     def fault_of(self, text: str) -> str | None:
         """Return why a finished text does not satisfy the constraint, by a library of its own.
@@ -75,8 +80,13 @@ def kept(vocabulary: TokenVocabulary, key: tuple[str, str], make: Callable[[], G
     Raises:
         ConstraintError: what `make` raises.
     """
+    grammars, weight = vocabulary.grammars, len(key[1]) + 1
     try:
-        return vocabulary.grammars.get(key, len(key[1]) + 1, make)
+        grammar = grammars.get(key, weight, make)
+        if grammar.is_broken:
+            grammars.drop(key)
+            grammar = grammars.get(key, weight, make)
+        return grammar
     except ConstraintError as error:
         # Several threads may get the same one: each raises its own.
         raise ConstraintError(error.path, error.message) from error
@@ -114,8 +124,7 @@ def build(lowered: Lowered, vocabulary: TokenVocabulary) -> Grammar:
     warnings = (*lowered.warnings, *engine.get_grammar_warnings())
     grammar = Grammar(warnings, vocabulary, engine)
     grammar.matcher().forced()  # refuses a text that is all but fixed and much too long
-    if len(lowered.grammar) > _LARGE:
-        _probe(grammar.matcher())
+    _probe(grammar.matcher())
     return grammar
 
 

@@ -25,6 +25,7 @@ from deepseek_recipe.structured.schema.writer import Writer, contradiction
 __all__ = ["lower_tags"]
 
 _MAX_STRUCTURES = 256
+_IN_NUMBERS = frozenset("0123456789+-.eE")
 _MEMBERS = {"type", "structures", "triggers"}
 
 
@@ -110,6 +111,12 @@ def _check_structure(structure: JsonValue, path: str) -> None:
     if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
         raise ConstraintError(
             path, f'{shown(structure)}; allowed: an object with "begin", "schema" and "end" alone.'
+        )
+    if isinstance(structure["end"], str) and structure["end"][:1] in _IN_NUMBERS:
+        raise ConstraintError(
+            f"{path}/end",
+            f"{shown(structure['end'])} begins like the rest of a number, so that it could not be "
+            "told from one; allowed: a text that does not begin with a digit, a sign, `.` or `e`.",
         )
     for name in ("begin", "end"):
         if not isinstance(structure[name], str):

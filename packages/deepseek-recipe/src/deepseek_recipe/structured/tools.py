@@ -24,7 +24,7 @@ from deepseek_recipe.structured.lowered import Lowered, quoted
 from deepseek_recipe.structured.schema import check_schema
 from deepseek_recipe.structured.schema.document import Document
 from deepseek_recipe.structured.schema.expander import Expander
-from deepseek_recipe.structured.schema.grammar_text import ANY_JSON, Rules
+from deepseek_recipe.structured.schema.grammar_text import Rules
 from deepseek_recipe.structured.schema.raw import ANY_TEXT, raw_terminal
 from deepseek_recipe.structured.schema.shapes import Node, Object, String
 from deepseek_recipe.structured.schema.writer import Writer, contradiction
@@ -34,7 +34,7 @@ __all__ = ["CallMarkup", "CalledTool", "lower_calls"]
 _ANY_BYTE = bytes(range(256))
 # Anything but the quote that ends it; a line feed there is never meant.
 _ANY_KEY = r'/[^"\n\r]{1,256}" string="/'
-_NO_STRING = {**ANY_JSON, "type": ["null", "boolean", "number", "array", "object"]}
+_NO_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ class _CallWriter:
     def _parameter(self, name: str, node: Node, writer: Writer) -> str:
         rules, expander = self.rules, writer.expander
         path = expander.place(node)
-        if '" string="' in name:
+        ending = '" string="'
+        if f"{name}{ending}".find(ending) < len(name):
             raise ConstraintError(
                 path, f"the name {shown(name)} cannot be told from what follows it; rename it."
             )

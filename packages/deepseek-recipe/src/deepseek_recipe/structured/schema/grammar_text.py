@@ -11,13 +11,11 @@ from llguidance import LLMatcher, LLTokenizer
 from deepseek_recipe.errors import ConstraintError
 from deepseek_recipe.json_text import dump_compact
 
-__all__ = ["ANY_JSON", "COLON", "MARKS", "SEPARATOR", "Rules"]
+__all__ = ["COLON", "MARKS", "SEPARATOR", "Rules"]
 
 # As writers of JSON lay it out: all in one line, or a line for each item with what indents it. A
 # model that is free to write any blanks may never come back from them.
 _BLANK = r"(?: |\n[ \t]{0,64})"
-ANY_JSON: dict[str, Any] = {"x-guidance": {"whitespace_pattern": _BLANK}}
-"""What any value is for `Rules.json`."""
 MARKS = {
     "COLON": rf"/:{_BLANK}?/",
     "SEPARATOR": rf"/,{_BLANK}?/",
@@ -95,7 +93,9 @@ class Rules:
     @staticmethod
     def json(schema: dict[str, Any]) -> str:
         """Return the symbol of what the engine itself understands: a scalar, or any value."""
-        return f"%json {dump_compact(schema)}"
+        # All with the same blanks: the engine fails where two kinds of them may follow.
+        options = {"x-guidance": {"whitespace_pattern": _BLANK}}
+        return f"%json {dump_compact({**options, **schema})}"
 
     def text(self, start: str) -> str | None:
         """Return the grammar, without what can never end; None if that is all of it."""

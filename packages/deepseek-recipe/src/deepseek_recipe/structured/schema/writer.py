@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from deepseek_recipe.errors import ConstraintError
 from deepseek_recipe.structured.schema.arrays import write_array
 from deepseek_recipe.structured.schema.expander import Expander, item_at
-from deepseek_recipe.structured.schema.grammar_text import ANY_JSON, Rules
+from deepseek_recipe.structured.schema.grammar_text import Rules
 from deepseek_recipe.structured.schema.objects import write_object
 from deepseek_recipe.structured.schema.scalars import number_symbols, string_symbol
 from deepseek_recipe.structured.schema.shapes import (
@@ -64,7 +64,7 @@ class Writer:
             node = self._waiting.pop()
             rule = self._names[node]
             if node == ANYTHING:
-                self._rules.add(rule, self._rules.json(ANY_JSON))
+                self._rules.add(rule, self._rules.json({}))
             else:
                 self.write(rule, self.expander.of_node(node), self.expander.place(node))
 
