@@ -222,7 +222,11 @@ def test_what_golden_lines_lack_of_a_constraint_stands_beside_it(run: Run) -> No
     body = {**CHAT, "tools": [{"type": "function", "function": function}]}
     line = {"protocol": "chat", "version": "v4", "request": body}
     _, answer = run("render", "--jsonl", stdin=line)
-    definitions = {"definitions": '{"f":{"$defs":{"R":{"type":"string"}}}}'}
+    definitions = {
+        "definitions": '{"f":{"$defs":{"R":{"type":"string"}}}}',
+        "exact": '{"f":{"type":"object","properties":{"a":{"$ref":"#/$defs/R"}},'
+        '"$defs":{"R":{"type":"string"}},"additionalProperties":false,"required":["a"]}}',
+    }
     assert list(answer["inference_options"]["output_constraint"]) == ["kind", "schema"]
     assert answer["constraint"] == definitions
     body["parallel_tool_calls"] = False

@@ -204,6 +204,39 @@ def test_one_call_where_several_are_not_wanted() -> None:
     assert prepared(tools=TOOLS[2:], parallel_tool_calls=False).grammar() is not None
 
 
+def test_strict_schemas_are_enforced_with_all_their_keywords() -> None:
+    """The checkpoint is shown a subset; what it leaves out counts anyway, or is refused."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "maxLength": 3},
+            "k": {"type": "string", "const": "x"},
+        },
+        "$defs": {"unused": {"type": "integer"}},
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    found = grammar(response_format=form)
+    for text, right in (
+        ('{"a":"abc","k":"x"}', True),
+        ('{"a":"abcd","k":"x"}', False),
+        ('{"a":"abc","k":"y"}', False),
+        ('{"a":"abc"}', False),
+        ('{"a":"abc","k":"x","z":1}', False),
+    ):
+        ids = [*plain(text), EOS]
+        assert (found.matcher().accept(ids) == len(ids)) == right, text
+    assert found.fault_of('{"a":"abcd","k":"x"}')
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    called = grammar(tools=[tool], tool_choice="required").matcher()
+    ids = [*plain("<"), MARK, *plain(' invoke name="f">\n<'), MARK]
+    ids += plain(' parameter name="a" string="true">abc</')
+    assert called.accept(ids) == len(ids) and called.accept(plain("d")) == 0
+    unknown = {**schema, "properties": {"a": {"type": "string", "foo": 1}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": unknown, "strict": True}}
+    with pytest.raises(ConversionError, match="/properties/a/foo: unknown keyword"):
+        prepared(response_format=form).grammar()
+
+
 def test_references_of_strict_tools_lead_to_their_definitions() -> None:
     parameters = {
         "type": "object",

@@ -73,6 +73,8 @@ class Tool:
         deferred: known to the output side, not rendered in the head of the prompt.
         definitions: of `strict` parameters: `$defs` and `definitions` that their references lead
             to, normalised too. They are enforced, but not rendered.
+        exact: of `strict` parameters: the schema to enforce, with the keywords that are not
+            rendered.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Tool:
     strict: bool | None = None
     deferred: bool = False
     definitions: Mapping[str, JsonValue] | None = None
+    exact: JsonValue = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,9 @@ class OutputConstraint:
         definitions: of the tool kinds: compact JSON of an object, from the name of a strict tool to
             the members (`$defs`, `definitions`) that its parameters need beside those in `schema`;
             "" where no tool needs any.
+        exact: where something is `strict`, compact JSON of what to enforce instead of `schema`,
+            which shows the checkpoint's subset of it: of `json` the schema, of the tool kinds an
+            object from the name of a strict tool to its parameters; else "".
     """
 
     kind: Literal[
@@ -156,6 +162,7 @@ class OutputConstraint:
     schema: str
     parallel: bool = True
     definitions: str = ""
+    exact: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,5 +153,5 @@ def _drafter_line(config: EngineConfig, folder: Path, texts: list[FinishedText])
     most = model.config.dspark_block_size + 1
     return (
         f"drafter: {accepted_len:.1f} of at most {most} tokens a step (measured on these answers "
-        "afterwards; the engine itself does not draft yet)"
+        "afterwards)"
     )

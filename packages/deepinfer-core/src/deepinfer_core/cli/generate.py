@@ -249,7 +249,7 @@ def _conversations(
 
     for name in ("bounded_replay", "ignore_eos", "constraint"):
         if settings.get(name) not in (None, False):
-            instead = ", or give lines with `response_format`" if name == "constraint" else ""
+            instead = ", or give lines with `structured_outputs`" if name == "constraint" else ""
             raise fail(
                 f"`--{name.replace('_', '-')}` is not for `--chat`; leave it out{instead}.",
                 BAD_OPTION,

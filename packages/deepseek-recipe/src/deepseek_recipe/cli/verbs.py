@@ -359,11 +359,14 @@ def _left_out(converted: ConvertedRequest) -> dict[str, object]:
     return {name: names for name, names in lists.items() if names}
 
 
+_MORE = ("parallel", "definitions", "exact")  # of a constraint, beside what golden lines have
+
+
 def _line_settings(settings: GenerationSettings) -> dict[str, object]:
     """Return settings as golden lines have them; more about a constraint stands beside them."""
     options = asdict(settings)
     constraint = options["output_constraint"] or {}
-    more = {name: constraint.pop(name) for name in ("parallel", "definitions") if constraint}
+    more = {name: constraint.pop(name) for name in _MORE if constraint}
     told = {name: value for name, value in more.items() if value not in (True, "")}
     return {"inference_options": options, **({"constraint": told} if told else {})}
 

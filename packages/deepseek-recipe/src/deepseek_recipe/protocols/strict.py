@@ -14,7 +14,7 @@ from deepseek_recipe.protocols.schema_plain import (
     pointer_names,
 )
 
-__all__ = ["DEFINITIONS", "STRICT_ANSWER", "STRICT_TOOL", "StrictUse", "normalise"]
+__all__ = ["DEFINITIONS", "STRICT_ANSWER", "STRICT_TOOL", "StrictUse", "closed", "normalise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,28 @@ def normalise(schema: JsonValue, use: StrictUse) -> dict[str, JsonValue]:
                 "(`#/$defs/NAME`) or to a property."
             )
     return result
+
+
+def closed(schema: JsonValue) -> JsonValue:
+    """Return a schema that `normalise` accepts as it is enforced: all keywords, objects closed.
+
+    The checkpoint is shown the subset; a keyword outside it (`maxLength`, `const`) counts anyway.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    for keyword in ("properties", *DEFINITIONS):
+        if isinstance(inner := schema.get(keyword), dict):
+            result[keyword] = {name: closed(each) for name, each in inner.items()}
+    if "items" in schema:
+        result["items"] = closed(schema["items"])
+    if isinstance(choices := schema.get("anyOf"), list):
+        result["anyOf"] = [closed(each) for each in choices]
+    named = schema.get("type")
+    if named == "object" or (isinstance(named, list) and "object" in named):
+        properties = result.setdefault("properties", {})
+        result |= {"additionalProperties": False, "required": list(properties or ())}
+    return {name: each for name, each in result.items() if each is not None}
 
 
 @dataclass(frozen=True, slots=True)

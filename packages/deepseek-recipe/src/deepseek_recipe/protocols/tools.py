@@ -12,7 +12,13 @@ from deepseek_recipe.errors import ConversionError
 from deepseek_recipe.json_text import dump_compact
 from deepseek_recipe.protocols.fields import Refusals
 from deepseek_recipe.protocols.schema_check import SchemaChecker, json_shown
-from deepseek_recipe.protocols.strict import DEFINITIONS, STRICT_ANSWER, STRICT_TOOL, normalise
+from deepseek_recipe.protocols.strict import (
+    DEFINITIONS,
+    STRICT_ANSWER,
+    STRICT_TOOL,
+    closed,
+    normalise,
+)
 
 __all__ = [
     "Declaration",
@@ -170,6 +176,7 @@ def output_constraint(
     *,
     structured: OutputConstraint | None = None,
     parallel: bool = True,
+    strict: bool = False,
 ) -> OutputConstraint | None:
     """Return what decoding must enforce: tools come before the form of the answer.
 
@@ -178,21 +185,25 @@ def output_constraint(
         strict_schema: result of `checked_answer_schema`; used with form `json_schema` only.
         structured: what `structured_outputs` of the request asks for; then the form is `text`.
         parallel: whether the model may call several tools at once.
+        strict: of form `json_schema`: its schema was made strict.
     """
     if tools:
+        exact = {tool.name: tool.exact for tool in tools if tool.exact is not None}
         needed = {tool.name: tool.definitions for tool in tools if tool.definitions}
         return OutputConstraint(
             "tool_call_required" if tool_choice == "required" else "tool_call",
             dump_compact([_function(tool) for tool in tools]),
             parallel=parallel,
             definitions=dump_compact(needed) if needed else "",
+            exact=dump_compact(exact) if exact else "",
         )
     if structured is not None:
         return structured
     if response_format.kind == "json_object":
         return OutputConstraint("json", "")
     if response_format.kind == "json_schema":
-        return OutputConstraint("json", dump_compact(strict_schema))
+        exact_schema = dump_compact(closed(response_format.schema)) if strict else ""
+        return OutputConstraint("json", dump_compact(strict_schema), exact=exact_schema)
     if response_format.kind == "regex":
         return OutputConstraint("regex", response_format.regex or "")
     return None
@@ -230,8 +241,8 @@ def check_name(name: str, path: str, *, max_len: int | None = None) -> None:
 
 
 def _strict_tool(each: Declaration) -> Tool:
-    closed = {"type": "object"} if each.parameters is None else each.parameters
-    parameters = normalise(closed, STRICT_TOOL)
+    sent = {"type": "object"} if each.parameters is None else each.parameters
+    parameters = normalise(sent, STRICT_TOOL)
     # the checkpoint is shown strict parameters without definitions
     definitions = {name: parameters.pop(name) for name in DEFINITIONS if name in parameters}
     return Tool(
@@ -241,6 +252,7 @@ def _strict_tool(each: Declaration) -> Tool:
         strict=True,
         deferred=each.deferred,
         definitions=definitions or None,
+        exact=closed(sent),
     )
 
 

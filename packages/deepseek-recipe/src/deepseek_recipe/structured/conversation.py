@@ -64,7 +64,7 @@ def spec_of(constraint: OutputConstraint) -> Spec:
     """
     match constraint.kind:
         case "json":
-            schema = constraint.schema
+            schema = constraint.exact or constraint.schema
             return Spec.json_schema(schema) if schema else Spec.json_object()
         case "regex" | "choice" | "ebnf" | "structural_tag":
             return Spec(constraint.kind, constraint.schema)
@@ -88,17 +88,17 @@ def _compiled_calls(
         profile.parameter_word,
         "\n" if profile.gap_in_empty_call else "",
     )
-    definitions: Any = load(constraint.definitions or "{}")
+    exact: Any = load(constraint.exact or "{}")
     tools = [
         CalledTool(
             each["name"],
-            each["parameters"] | definitions.get(each["name"], {}) if _is_strict(each) else None,
+            exact.get(each["name"], each["parameters"]) if _is_strict(each) else None,
         )
         for each in functions
     ]
     return kept(
         vocabulary,
-        (f"{constraint.kind} {several} {markup}", constraint.schema + constraint.definitions),
+        (f"{constraint.kind} {several} {markup}", constraint.schema + constraint.exact),
         lambda: build(lower_calls(tools, markup, opened=opened, several=several), vocabulary),
     )
 

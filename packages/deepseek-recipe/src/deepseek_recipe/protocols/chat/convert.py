@@ -105,6 +105,7 @@ def convert_chat(request: ChatRequest, options: ConversionOptions) -> ConvertedR
         _answer_schema(request),
         structured=structured,
         parallel=request.parallel_tool_calls is not False,
+        strict=_is_strict(request),
     )
     return ConvertedRequest(
         protocol="chat",
@@ -174,6 +175,11 @@ def _answer_schema(request: ChatRequest) -> JsonValue:
         return None
     answer = request.response_format.json_schema
     return checked_answer_schema(answer.json_schema, answer.strict)
+
+
+def _is_strict(request: ChatRequest) -> bool:
+    form = request.response_format
+    return isinstance(form, JsonSchemaForm) and bool(form.json_schema.strict)
 
 
 def _check_json_word(messages: tuple[Message, ...]) -> None:

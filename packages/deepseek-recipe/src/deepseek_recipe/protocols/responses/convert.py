@@ -108,6 +108,7 @@ def convert_responses(request: ResponsesRequest, options: ConversionOptions) -> 
         schema,
         structured=structured,
         parallel=request.parallel_tool_calls is not False,
+        strict=_is_strict(request),
     )
     return ConvertedRequest(
         protocol="responses",
@@ -178,6 +179,11 @@ def _choice(
         raise ConversionError(NO_SERVER_TOOLS)
     refusals.leave_out("tool_choice")
     return "auto"
+
+
+def _is_strict(request: ResponsesRequest) -> bool:
+    form = request.text.format if request.text else None
+    return isinstance(form, JsonSchemaFormat) and bool(form.strict)
 
 
 def _answer(
