@@ -88,19 +88,20 @@ def _compiled_calls(
         profile.parameter_word,
         "\n" if profile.gap_in_empty_call else "",
     )
-    exact: Any = load(constraint.exact or "{}")
-    tools = [
-        CalledTool(
-            each["name"],
-            exact.get(each["name"], each["parameters"]) if _is_strict(each) else None,
-        )
-        for each in functions
-    ]
-    return kept(
-        vocabulary,
-        (f"{constraint.kind} {several} {markup}", constraint.schema + constraint.exact),
-        lambda: build(lower_calls(tools, markup, opened=opened, several=several), vocabulary),
-    )
+
+    def make() -> Grammar:
+        exact: Any = load(constraint.exact or "{}")
+        tools = [
+            CalledTool(
+                each["name"],
+                exact.get(each["name"], each["parameters"]) if _is_strict(each) else None,
+            )
+            for each in functions
+        ]
+        return build(lower_calls(tools, markup, opened=opened, several=several), vocabulary)
+
+    key = f"{constraint.kind} {several} {markup}", constraint.schema + constraint.exact
+    return kept(vocabulary, key, make)
 
 
 def _is_strict(function: Mapping[str, Any]) -> bool:

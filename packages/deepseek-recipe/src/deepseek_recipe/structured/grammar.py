@@ -81,9 +81,15 @@ def kept(vocabulary: TokenVocabulary, key: tuple[str, str], make: Callable[[], G
         ConstraintError: what `make` raises.
     """
     grammars, weight = vocabulary.grammars, len(key[1]) + 1
+    made: list[Grammar] = []  # by this call: those were tried already
+
+    def make_here() -> Grammar:
+        made.append(make())
+        return made[-1]
+
     try:
-        grammar = grammars.get(key, weight, make)
-        if grammar.is_broken:
+        grammar = grammars.get(key, weight, make_here)
+        if not made and grammar.is_broken:
             grammars.drop(key)
             grammar = grammars.get(key, weight, make)
         return grammar

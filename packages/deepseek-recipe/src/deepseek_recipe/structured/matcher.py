@@ -60,10 +60,6 @@ class Matcher:
         return len(self._ids) + self._ended
 
     @property
-    def _length(self) -> int:
-        return self.num_accepted
-
-    @property
     def ended(self) -> bool:
         """Whether an end-of-sequence id was accepted."""
         return self._ended
@@ -79,7 +75,7 @@ class Matcher:
         if self._ended or self.engine.is_stopped():
             self._check()
             return True
-        if self._masked_at == self._length or not self.engine.is_accepting():
+        if self._masked_at == self.num_accepted or not self.engine.is_accepting():
             return False
         # The engine may find out only with the mask that nothing can follow.
         row = np.empty(self.vocabulary.num_words, np.int32)
@@ -124,7 +120,7 @@ class Matcher:
         Raises:
             ConstraintError: fewer were accepted.
         """
-        count = checked_rollback(count, self._length)
+        count = checked_rollback(count, self.num_accepted)
         if count == 0:
             return
         # Not by the engine's own roll-back: it keeps rows of its parser that a mask has made, and
@@ -133,7 +129,7 @@ class Matcher:
         del self._ids[len(self._ids) + self._ended - count :]
         self._ended = False
         self._free_at = self._masked_at = -1
-        while self._runs and self._runs[-1][0] > self._length:
+        while self._runs and self._runs[-1][0] > self.num_accepted:
             self._runs.pop()
         self.engine = self._origin.deep_copy()
         taken = self.engine.try_consume_tokens(self._ids)
@@ -227,31 +223,31 @@ class Matcher:
         if len(row) > num_words:
             row[num_words:] = 0
         self.engine.unsafe_compute_mask_ptr(address, 4 * num_words)
-        self._masked_at = self._length
+        self._masked_at = self.num_accepted
         self._check()
 
     def masked(self) -> None:
         """Take note that the engine has made the mask of this place."""
-        self._masked_at = self._length
+        self._masked_at = self.num_accepted
 
     def _known(self) -> list[int]:
         """Return the tokens that are known to be without a choice."""
         if not self._runs:
             return []
         start, run = self._runs[-1]
-        return run[self._length - start :]
+        return run[self.num_accepted - start :]
 
     def _next(self) -> int | None:
         """Return the next token, if it is known to be the only choice."""
         if not self._runs:
             return None
         start, run = self._runs[-1]
-        place = self._length - start
+        place = self.num_accepted - start
         return run[place] if place < len(run) else None
 
     def _look_ahead(self) -> None:
         """Find out whether there is a choice now."""
-        if self._free_at == self._length or self._next() is not None:
+        if self._free_at == self.num_accepted or self._next() is not None:
             return
         self._check()
         run = self.engine.compute_ff_tokens()
@@ -259,14 +255,14 @@ class Matcher:
         if run and (size := len(self.engine.compute_ff_bytes())) > _MAX_FORCED_BYTES:
             self._refusal = ConstraintError(
                 "",
-                f"after {self._length} tokens the constraint leaves no choice for {size} bytes; "
-                f"allowed: {_MAX_FORCED_BYTES}. Shorten its constants.",
+                f"after {self.num_accepted} tokens the constraint leaves no choice for {size} "
+                f"bytes; allowed: {_MAX_FORCED_BYTES}. Shorten its constants.",
             )
             self._check()
         if run:
-            self._runs.append((self._length, run))
+            self._runs.append((self.num_accepted, run))
         else:
-            self._free_at = self._length
+            self._free_at = self.num_accepted
 
     def _check(self) -> None:
         if (error := self.failure()) is not None:
@@ -278,5 +274,6 @@ class Matcher:
             return self._refusal
         cause = self.engine.get_error().split("\n", 1)[0]
         return ConstraintError(
-            "", f"after {self._length} tokens the constraint cannot be followed further: {cause}."
+            "",
+            f"after {self.num_accepted} tokens the constraint cannot be followed further: {cause}.",
         )
